@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Creates .venv with the tested versions and this checkout installed in place. Quick when nothing changed.
+#
+#   EXTRAS=te scripts/setup.sh      adds Transformer Engine (compiles; needs a CUDA toolkit)
+#   MOK_PYTHON=/path/to/python      takes that interpreter instead of searching for one
+#   MOK_VENV=/path                  puts the environment there instead of .venv
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${MOK_VENV:-.venv}
+extras=dev${EXTRAS:+,$EXTRAS}
+stamp=$venv/.mok-setup
+
+say() { echo "setup: $*" >&2; }
+
+# A usable interpreter runs (a pyenv shim may not), is 3.12 or later, and can create environments.
+usable() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    if [[ -n ${MOK_PYTHON:-} ]]; then
+        if usable "$MOK_PYTHON"; then echo "$MOK_PYTHON"; return 0; fi
+        say "MOK_PYTHON=$MOK_PYTHON is not a Python 3.12 or later with the modules venv and ensurepip"
+        return 1
+    fi
+    for candidate in python3.12 python3.13 python3.14 python3 python \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python \
+        "$HOME"/.local/share/uv/python/cpython-3.1[2-9]*/bin/python3; do
+        if command -v "$candidate" >/dev/null 2>&1 && usable "$candidate"; then
+            command -v "$candidate"
+            return 0
+        fi
+    done
+    say "no Python 3.12 or later with venv found on PATH, in pyenv or in uv. Install one, for example"
+    say "    Debian, Ubuntu: apt-get install python3.12 python3.12-venv     pyenv: pyenv install 3.12"
+    say "    uv: uv python install 3.12     conda: conda create -n py312 python=3.12 && conda activate py312"
+    say "or name one: MOK_PYTHON=/path/to/python3.12 make setup"
+    return 1
+}
+
+# What the environment was made from: reinstall when any of it changes.
+fingerprint() {
+    { cat pyproject.toml setup.py constraints.txt; echo "$extras"; pwd; "$venv/bin/python" --version; } | sha256sum
+}
+
+if [[ -x $venv/bin/python && -f $stamp ]] && usable "$venv/bin/python" && [[ $(fingerprint) == "$(cat "$stamp")" ]]; then
+    exit 0
+fi
+
+if ! { [[ -x $venv/bin/python ]] && usable "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then
+    python=$(find_python)
+    say "creating $venv with $("$python" --version) ($python)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+fi
+
+free_gib=$(($(df -Pk "$venv" | awk 'NR == 2 {print $4}') / 1024 / 1024))
+if [[ ! -d $(echo "$venv"/lib/python3*/site-packages/torch) && $free_gib -lt 12 ]]; then
+    say "warning: $free_gib GiB free on $(df -P "$venv" | awk 'NR == 2 {print $6}'); torch and its CUDA libraries need about 6, and as much while they install"
+fi
+
+say "installing mok-megatron[$extras] with the versions in constraints.txt into $venv (a few minutes the first time)"
+rm -f "$stamp"
+log=$venv/setup.log
+if ! "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$extras]" 2>&1 |
+    tee "$log" | { grep --line-buffered -v -E '^Requirement already satisfied|^Looking in|^  (Preparing|Getting|Installing build)' || true; } >&2; then
+    say "pip failed; its output is above and in $log. Often: no network or proxy (see 'pip config list'), a full"
+    say "disk ($free_gib GiB were free), or a Python too new for torch's wheels (MOK_PYTHON=... names another)."
+    say "Run the same command again: what was installed is kept."
+    exit 1
+fi
+fingerprint >"$stamp"
+say "ready: $venv/bin/mok-megatron --help, or 'source $venv/bin/activate'"
