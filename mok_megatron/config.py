@@ -1,0 +1,141 @@
+"""All settings of mok_megatron in one dataclass, and their `--mok-*` flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from mok_megatron.errors import MokConfigError, Problems
+
+BACKENDS = ("auto", "megakernel", "reference")
+
+TILE_ROWS = 128
+"""Rows of one tile of the expert products. Segments of the schedule are padded to it, and every sum over
+rows runs tile by tile: it is part of the numerics, so it is a constant and not a setting."""
+
+TIMEOUT_ENV = "MOK_TIMEOUT_S"
+
+
+def _setting(default: Any, help_text: str, **flag: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, "flag": flag})
+
+
+@dataclass(frozen=True)
+class MokConfig:
+    """Settings of the fused MoE layer.
+
+    None of them changes a result, not even its last bit; they trade time against memory.
+
+    Raises:
+        MokConfigError: at construction, listing every value that cannot work.
+    """
+
+    backend: str = _setting(
+        "auto",
+        "Who computes the layer: 'megakernel' (one persistent kernel a direction), 'reference' (plain torch, any "
+        "device), or 'auto': the megakernel on GPUs, the reference on a machine without one.",
+        choices=BACKENDS,
+    )
+    minibatch_size: int = _setting(
+        1024,
+        f"Routed rows a minibatch: the granularity at which communication and computation overlap. "
+        f"A multiple of {TILE_ROWS}.",
+        type=int,
+    )
+    macrobatch_size: int | None = _setting(
+        None,
+        "Routed rows of activations that a layer keeps for its backward, a multiple of --mok-minibatch-size. Rows "
+        "beyond it are dispatched and multiplied again in the backward, so memory is bounded whatever the imbalance. "
+        "Default: 1.25 times the rows of a balanced routing.",
+        type=int,
+    )
+    fwd_comm_sms: int = _setting(4, "SMs that move tokens during the forward.", type=int)
+    bwd_comm_sms: int = _setting(4, "SMs that move tokens during the backward.", type=int)
+    num_sms: int | None = _setting(
+        None, "SMs that the kernel may take, communication included. Default: all of the device.", type=int
+    )
+    timeout_s: float = _setting(
+        None,
+        f"Seconds a wait on a peer may take before the step stops with an error. Default: {TIMEOUT_ENV}, else 120.",
+        type=float,
+    )
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is None:
+            object.__setattr__(self, "timeout_s", _timeout_from_environment())
+        problems = Problems()
+        problems.require(
+            self.backend in BACKENDS,
+            f"--mok-backend {self.backend!r} is unknown",
+            f"choose one of {', '.join(BACKENDS)}",
+        )
+        _require_multiple(problems, "--mok-minibatch-size", self.minibatch_size, TILE_ROWS)
+        if self.macrobatch_size is not None and self.minibatch_size > 0:
+            _require_multiple(problems, "--mok-macrobatch-size", self.macrobatch_size, self.minibatch_size)
+        for name in ("fwd_comm_sms", "bwd_comm_sms"):
+            value = getattr(self, name)
+            problems.require(value >= 1, f"{flag_name(name)} is {value}", "give at least 1")
+        if self.num_sms is not None:
+            most = max(self.fwd_comm_sms, self.bwd_comm_sms)
+            problems.require(
+                self.num_sms > most,
+                f"--mok-num-sms {self.num_sms} leaves no SM for the products beside {most} that communicate",
+                f"give at least {most + 1}, or fewer communication SMs",
+            )
+        problems.require(self.timeout_s > 0, f"--mok-timeout-s is {self.timeout_s}", "give a positive number of seconds")
+        problems.raise_if_any(MokConfigError, "MokConfig cannot work:")
+
+    def macrobatch_rows(self, balanced_rows: int) -> int:
+        """Rows of the ring buffers: the setting, or 1.25 x `balanced_rows` rounded up to whole minibatches."""
+        if self.macrobatch_size is not None:
+            return self.macrobatch_size
+        minibatches = -(-balanced_rows * 5 // (4 * self.minibatch_size))
+        return max(1, minibatches) * self.minibatch_size
+
+
+def flag_name(field_name: str) -> str:
+    """The command-line flag of a MokConfig field."""
+    return "--mok-" + field_name.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add one `--mok-*` flag a field of MokConfig to `parser` (dest `mok_<field>`, default None: not given)."""
+    group = parser.add_argument_group("mok", "Fused MoE layer (--moe-token-dispatcher-type mok)")
+    for entry in dataclasses.fields(MokConfig):
+        group.add_argument(
+            flag_name(entry.name),
+            dest=f"mok_{entry.name}",
+            default=None,
+            help=entry.metadata["help"],
+            **entry.metadata["flag"],
+        )
+    return parser
+
+
+def config_from_args(args: argparse.Namespace) -> MokConfig:
+    """MokConfig from parsed `--mok-*` flags; what was not given keeps its default.
+
+    Raises:
+        MokConfigError: listing every value that cannot work.
+    """
+    given = {entry.name: getattr(args, f"mok_{entry.name}", None) for entry in dataclasses.fields(MokConfig)}
+    return MokConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def _timeout_from_environment() -> float:
+    text = os.environ.get(TIMEOUT_ENV, "120")
+    try:
+        return float(text)
+    except ValueError:
+        raise MokConfigError(f"{TIMEOUT_ENV}={text!r} is not a number; set it to seconds, such as 120") from None
+
+
+def _require_multiple(problems: Problems, flag: str, value: int, unit: int) -> None:
+    problems.require(
+        value > 0 and value % unit == 0,
+        f"{flag} {value} is not a positive multiple of {unit}",
+        f"the nearest that works is {max(1, round(value / unit)) * unit}",
+    )

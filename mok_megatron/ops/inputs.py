@@ -1,0 +1,177 @@
+"""The operands of one call of the operator, and the checks that a rank can make on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mok_megatron.config import MokConfig
+from mok_megatron.errors import Problems
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert that every token visits.
+
+    y[t] += scale[t] * w2 @ (silu(w1_gate @ x[t]) * (w1_up @ x[t]))
+    """
+
+    w1: Tensor
+    """[2 * Is, H], gate rows, then up rows."""
+    w2: Tensor
+    """[H, Is]."""
+    scale: Tensor | None = None
+    """[T] fp32, the sigmoid gate of `moe_shared_expert_gate` after its sigmoid; None means 1."""
+
+
+@dataclass(frozen=True)
+class MoeInputs:
+    """What one rank brings to a call of the operator (DESIGN section 3)."""
+
+    x: Tensor
+    """[T, H]."""
+    topk_ids: Tensor
+    """[T, K] int32 or int64: global expert numbers, -1 = no route."""
+    topk_weights: Tensor
+    """[T, K] fp32."""
+    w1: Tensor
+    """[E_local, 2I, H], gate rows, then up rows."""
+    w2: Tensor
+    """[E_local, H, I]."""
+    shared: SharedExpert | None
+    group: dist.ProcessGroup | None
+    """The expert-parallel group; None means EP 1."""
+    config: MokConfig
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks of the group."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's place in the group; it holds experts [ep_rank * E_local, (ep_rank + 1) * E_local)."""
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def topk(self) -> int:
+        """K."""
+        return self.topk_ids.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        """E, in all."""
+        return self.w1.shape[0] * self.ep_size
+
+
+@dataclass
+class MoeGradients:
+    """Gradients of one call. A weight gradient is None where it was added to `main_grad`."""
+
+    x: Tensor
+    topk_weights: Tensor
+    w1: Tensor | None
+    w2: Tensor | None
+    shared_w1: Tensor | None = None
+    shared_w2: Tensor | None = None
+    shared_scale: Tensor | None = None
+
+
+def check_inputs(call: MoeInputs) -> Problems:
+    """Everything that can be seen to be wrong with the operands without a peer and without waiting for the device."""
+    problems = Problems()
+    _check_shapes(call, problems)
+    if not problems:
+        _check_dtypes_and_devices(call, problems)
+    return problems
+
+
+def check_expert_numbers(call: MoeInputs) -> Problems:
+    """Experts that do not exist. Reads `topk_ids` on the host: only for backends that wait for the device anyway."""
+    problems = Problems()
+    if call.topk_ids.numel():
+        low, high = (int(v) for v in torch.aminmax(call.topk_ids))
+        problems.require(
+            low >= -1 and high < call.num_experts,
+            f"topk_ids holds numbers from {low} to {high}",
+            f"expert numbers are 0 to {call.num_experts - 1} "
+            f"({call.w1.shape[0]} experts on each of {call.ep_size} ranks), and -1 for no route",
+        )
+    return problems
+
+
+def _check_shapes(call: MoeInputs, problems: Problems) -> None:
+    if call.x.dim() != 2:
+        problems.add(f"x has shape {list(call.x.shape)}", "give [T, H]; flatten sequence and batch first")
+        return
+    tokens, hidden = call.x.shape
+    if call.topk_ids.dim() != 2 or call.topk_ids.shape[0] != tokens or call.topk_ids.shape[1] < 1:
+        problems.add(f"topk_ids has shape {list(call.topk_ids.shape)}", f"give [T, K] = [{tokens}, K] with K at least 1")
+    problems.require(
+        call.topk_weights.shape == call.topk_ids.shape,
+        f"topk_weights has shape {list(call.topk_weights.shape)}",
+        f"give one weight a route: {list(call.topk_ids.shape)}",
+    )
+    if call.w1.dim() != 3 or call.w1.shape[0] < 1 or call.w1.shape[1] % 2 or call.w1.shape[2] != hidden:
+        problems.add(f"w1 has shape {list(call.w1.shape)}", f"give [E_local, 2I, H] with H = {hidden}, as x has")
+    else:
+        experts, double, _ = call.w1.shape
+        problems.require(
+            tuple(call.w2.shape) == (experts, hidden, double // 2),
+            f"w2 has shape {list(call.w2.shape)}",
+            f"give [E_local, H, I] = [{experts}, {hidden}, {double // 2}], as w1 has",
+        )
+    if call.shared is not None:
+        _check_shared_shapes(call.shared, tokens, hidden, problems)
+
+
+def _check_shared_shapes(shared: SharedExpert, tokens: int, hidden: int, problems: Problems) -> None:
+    if shared.w1.dim() != 2 or shared.w1.shape[0] % 2 or shared.w1.shape[1] != hidden:
+        problems.add(f"shared w1 has shape {list(shared.w1.shape)}", f"give [2Is, H] with H = {hidden}")
+        return
+    inner = shared.w1.shape[0] // 2
+    problems.require(
+        tuple(shared.w2.shape) == (hidden, inner),
+        f"shared w2 has shape {list(shared.w2.shape)}",
+        f"give [H, Is] = [{hidden}, {inner}]",
+    )
+    if shared.scale is not None:
+        problems.require(
+            tuple(shared.scale.shape) == (tokens,),
+            f"shared scale has shape {list(shared.scale.shape)}",
+            f"give one factor a token: [{tokens}]",
+        )
+
+
+def _check_dtypes_and_devices(call: MoeInputs, problems: Problems) -> None:
+    problems.require(
+        call.topk_ids.dtype in (torch.int32, torch.int64),
+        f"topk_ids is {call.topk_ids.dtype}",
+        "give int32 or int64",
+    )
+    problems.require(
+        call.x.dtype in FLOAT_DTYPES, f"x is {call.x.dtype}", f"give one of {', '.join(map(str, FLOAT_DTYPES))}"
+    )
+    # Router weights keep fp32 whatever the model runs in; a float64 oracle keeps float64.
+    weight_dtype = torch.float64 if call.x.dtype == torch.float64 else torch.float32
+    tensors = [("w1", call.w1, call.x.dtype), ("w2", call.w2, call.x.dtype)]
+    tensors.append(("topk_weights", call.topk_weights, weight_dtype))
+    if call.shared is not None:
+        tensors += [("shared w1", call.shared.w1, call.x.dtype), ("shared w2", call.shared.w2, call.x.dtype)]
+        if call.shared.scale is not None:
+            tensors.append(("shared scale", call.shared.scale, weight_dtype))
+    for name, tensor, dtype in tensors:
+        problems.require(
+            tensor.dtype == dtype, f"{name} is {tensor.dtype} beside an x of {call.x.dtype}", f"convert it to {dtype}"
+        )
+    for name, tensor in [("topk_ids", call.topk_ids)] + [(n, t) for n, t, _ in tensors]:
+        problems.require(
+            tensor.device == call.x.device,
+            f"{name} is on {tensor.device} and x on {call.x.device}",
+            "move all operands to one device",
+        )

@@ -1,0 +1,170 @@
+"""The reference backend: the steps of DESIGN sections 5 and 6, one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mok_megatron.config import TILE_ROWS
+from mok_megatron.ops.inputs import MoeGradients, MoeInputs, SharedExpert
+from mok_megatron.ops.main_grad import store_gradient
+from mok_megatron.ops.schedule import Schedule
+from mok_megatron.reference.exchange import RowExchange, agree, gather_routes, schedules_of_all_ranks
+from mok_megatron.reference.experts import (
+    Tile,
+    down_product,
+    expert_backward,
+    gate_up_product,
+    swiglu,
+    tiles,
+    wide,
+)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a macrobatch leaves behind for the backward."""
+
+    x: Tensor
+    """[rows, H] dispatched tokens."""
+    gate_up: Tensor
+    """[rows, 2I] FC1's output, before the activation."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the forward keeps: the routing, and the activations of the last macrobatch only."""
+
+    schedules: list[Schedule]
+    macrobatch_rows: int
+    last: Activations
+    shared_gate_up: Tensor | None
+
+
+class ReferenceBackend:
+    """The operator in plain torch; see the module's docstring."""
+
+    name = "reference"
+
+    def forward(self, call: MoeInputs) -> tuple[Tensor, Saved]:
+        """y [T, H] and what the backward needs."""
+        agreement = agree(call)
+        schedules = schedules_of_all_ranks(call, gather_routes(call, agreement))
+        mine = schedules[call.ep_rank]
+        slots = call.x.new_zeros((call.topk_ids.numel(), call.x.shape[1]))
+        last = Activations(call.x.new_empty(0, 0), call.x.new_empty(0, 0))
+        for first, end in macrobatches(schedules, agreement.macrobatch_rows):
+            exchange = RowExchange(call, schedules, first, end)
+            last = _dispatch_and_fc1(call, mine, exchange, first, end)
+            rows = call.x.new_zeros(exchange.rows, call.x.shape[1])
+            for tile in tiles(mine, first, end):
+                hidden = swiglu(last.gate_up[tile.rows]).to(call.x.dtype)
+                rows[tile.rows] = down_product(hidden, call.w2[tile.expert])
+            exchange.to_sources(rows, slots)
+
+        y = sum_over_k(slots, call.topk_weights)
+        shared_gate_up = None
+        if call.shared is not None:
+            shared_y, shared_gate_up = _shared_forward(call.x, call.shared)
+            y = y + wide(shared_y) * _scale(call.shared, call.x).unsqueeze(-1)
+        return y.to(call.x.dtype), Saved(schedules, agreement.macrobatch_rows, last, shared_gate_up)
+
+    def backward(self, call: MoeInputs, saved: Saved, dy: Tensor, into_main_grad: bool) -> MoeGradients:
+        """Gradients for dy [T, H]; activations of all macrobatches but the last are computed again."""
+        mine = saved.schedules[call.ep_rank]
+        dx_slots = call.x.new_zeros((call.topk_ids.numel(), call.x.shape[1]))
+        dweight_slots = torch.zeros_like(call.topk_weights).reshape(-1)
+        dw1, dw2 = torch.zeros_like(wide(call.w1)), torch.zeros_like(wide(call.w2))
+        ranges = macrobatches(saved.schedules, saved.macrobatch_rows)
+        for first, end in ranges:
+            exchange = RowExchange(call, saved.schedules, first, end)
+            kept = saved.last if (first, end) == ranges[-1] else _dispatch_and_fc1(call, mine, exchange, first, end)
+            dy_rows = exchange.to_experts(dy)
+            weights = exchange.to_experts(call.topk_weights.reshape(-1), per_route=True)
+            dx_rows = torch.zeros_like(dy_rows)
+            dweight_rows = torch.zeros_like(weights)
+            for tile in tiles(mine, first, end):
+                r, e = tile.rows, tile.expert
+                grads = expert_backward(dy_rows[r], weights[r], kept.x[r], kept.gate_up[r], call.w1[e], call.w2[e])
+                dx_rows[r], dweight_rows[r] = grads.dx, grads.dweight
+                dw1[e] += grads.dw1
+                dw2[e] += grads.dw2
+            exchange.to_sources(dx_rows, dx_slots)
+            exchange.to_sources(dweight_rows, dweight_slots)
+
+        dx = sum_over_k(dx_slots, torch.ones_like(call.topk_weights))
+        grads = MoeGradients(
+            x=dx,
+            topk_weights=dweight_slots.view_as(call.topk_weights),
+            w1=store_gradient(call.w1, dw1, into_main_grad),
+            w2=store_gradient(call.w2, dw2, into_main_grad),
+        )
+        if call.shared is not None and saved.shared_gate_up is not None:
+            _shared_backward(call.x, call.shared, saved.shared_gate_up, dy, grads, into_main_grad)
+        grads.x = grads.x.to(call.x.dtype)
+        return grads
+
+
+def macrobatches(schedules: list[Schedule], rows: int) -> list[tuple[int, int]]:
+    """Ranges of padded rows [first, last), as many as the busiest rank needs; all ranks walk them together."""
+    most = max(int(s.expert_offsets[-1]) for s in schedules)
+    return [(first, first + rows) for first in range(0, most, rows)]
+
+
+def sum_over_k(slots: Tensor, factors: Tensor) -> Tensor:
+    """sum over k of factors[t, k] * slots[t * K + k], in the accumulation dtype and in the order of k: [T, H]."""
+    tokens, topk = factors.shape
+    by_k = slots.view(tokens, topk, -1)
+    total = torch.zeros(tokens, by_k.shape[2], dtype=wide(slots).dtype, device=slots.device)
+    for k in range(topk):
+        total += factors[:, k, None] * wide(by_k[:, k])
+    return total
+
+
+def _dispatch_and_fc1(
+    call: MoeInputs, schedule: Schedule, exchange: RowExchange, first: int, end: int
+) -> Activations:
+    x = exchange.to_experts(call.x)
+    gate_up = x.new_zeros(exchange.rows, call.w1.shape[1])
+    for tile in tiles(schedule, first, end):
+        gate_up[tile.rows] = gate_up_product(x[tile.rows], call.w1[tile.expert])
+    return Activations(x, gate_up)
+
+
+def _shared_tiles(x: Tensor) -> list[Tile]:
+    return [Tile(0, slice(begin, begin + TILE_ROWS)) for begin in range(0, x.shape[0], TILE_ROWS)]
+
+
+def _scale(shared: SharedExpert, x: Tensor) -> Tensor:
+    return wide(x).new_ones(x.shape[0]) if shared.scale is None else shared.scale
+
+
+def _shared_forward(x: Tensor, shared: SharedExpert) -> tuple[Tensor, Tensor]:
+    """The shared expert's output [T, H], before its scale, and its gate and up [T, 2Is]."""
+    y = torch.empty_like(x)
+    gate_up = x.new_empty(x.shape[0], shared.w1.shape[0])
+    for tile in _shared_tiles(x):
+        gate_up[tile.rows] = gate_up_product(x[tile.rows], shared.w1)
+        y[tile.rows] = down_product(swiglu(gate_up[tile.rows]).to(x.dtype), shared.w2)
+    return y, gate_up
+
+
+def _shared_backward(
+    x: Tensor, shared: SharedExpert, gate_up: Tensor, dy: Tensor, grads: MoeGradients, into_main_grad: bool
+) -> None:
+    """Adds the shared expert's share to `grads.x` and fills in its own gradients."""
+    scale = _scale(shared, x)
+    dscale = torch.zeros_like(scale)
+    dw1, dw2 = torch.zeros_like(wide(shared.w1)), torch.zeros_like(wide(shared.w2))
+    for tile in _shared_tiles(x):
+        r = tile.rows
+        tile_grads = expert_backward(dy[r], scale[r], x[r], gate_up[r], shared.w1, shared.w2)
+        grads.x[r] += wide(tile_grads.dx)
+        dscale[r] = tile_grads.dweight
+        dw1 += tile_grads.dw1
+        dw2 += tile_grads.dw2
+    grads.shared_w1 = store_gradient(shared.w1, dw1, into_main_grad)
+    grads.shared_w2 = store_gradient(shared.w2, dw2, into_main_grad)
+    grads.shared_scale = None if shared.scale is None else dscale

@@ -1,0 +1,163 @@
+"""What crosses ranks: routes, agreement on shapes, and rows to and from the rank that computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mok_megatron.config import TILE_ROWS
+from mok_megatron.errors import MokInputError, Problems
+from mok_megatron.ops.inputs import FLOAT_DTYPES, MoeInputs, check_expert_numbers, check_inputs
+from mok_megatron.ops.schedule import Schedule, build_schedule
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What every rank knows after the first exchange."""
+
+    tokens: list[int]
+    """T of every rank."""
+    macrobatch_rows: int
+    """Rows of a macrobatch, the same everywhere."""
+
+
+# What the ranks compare before they exchange anything else: (name, what to do where it differs).
+_SAME_ON_ALL_RANKS = (
+    ("H", "give every rank x with the same hidden size"),
+    ("K", "give every rank the same top-k"),
+    ("E_local", "give every rank the same number of experts"),
+    ("I", "give every rank experts of the same intermediate size"),
+    ("dtype of x", "convert x to one dtype on every rank"),
+    ("--mok-macrobatch-size", "start every rank with the same flags"),
+)
+
+
+def agree(call: MoeInputs) -> Agreement:
+    """Check the call on every rank at once, so that a rank with a bad argument stops its peers too.
+
+    Raises:
+        MokInputError: on every rank, with what is wrong on each of them.
+    """
+    problems = check_inputs(call)
+    if not problems:
+        problems = check_expert_numbers(call)
+    mine = torch.full((2 + len(_SAME_ON_ALL_RANKS),), -1, dtype=torch.long)
+    mine[0] = int(bool(problems))
+    if not problems:
+        mine[1] = call.x.shape[0]
+        mine[2:] = torch.tensor(
+            [
+                call.x.shape[1],
+                call.topk,
+                call.w1.shape[0],
+                call.w2.shape[2],
+                FLOAT_DTYPES.index(call.x.dtype),
+                call.config.macrobatch_size or 0,
+            ]
+        )
+    everyone = _all_gather(mine.to(call.x.device), call.group).cpu()
+    if everyone[:, 0].any():
+        _raise_with_all_reports(call, problems)
+    for column, (name, remedy) in enumerate(_SAME_ON_ALL_RANKS, 2):
+        values = everyone[:, column].tolist()
+        problems.require(len(set(values)) == 1, f"{name} differs between ranks: {_by_rank(values)}", remedy)
+    problems.raise_if_any(MokInputError, "mok_moe: the ranks of the expert-parallel group disagree:")
+    tokens = everyone[:, 1].tolist()
+    # Balanced: every rank gets as many rows as it sends. Taken from all ranks, so that they agree on it.
+    balanced = max(tokens) * call.topk
+    return Agreement(tokens, call.config.macrobatch_rows(balanced))
+
+
+def gather_routes(call: MoeInputs, agreement: Agreement) -> Tensor:
+    """[EP, max T, K] int64: `topk_ids` of every rank, padded with -1."""
+    longest = max(agreement.tokens)
+    mine = torch.full((longest, call.topk), -1, dtype=torch.long, device=call.x.device)
+    mine[: call.x.shape[0]] = call.topk_ids
+    return _all_gather(mine, call.group)
+
+
+def schedules_of_all_ranks(call: MoeInputs, routes: Tensor) -> list[Schedule]:
+    """Every rank's schedule: a rank needs its peers' to know which rows they will ask for, and in which order."""
+    experts = call.w1.shape[0]
+    return [build_schedule(routes, rank * experts, experts, TILE_ROWS) for rank in range(call.ep_size)]
+
+
+class RowExchange:
+    """Moves the rows of one macrobatch between the ranks that own the tokens and the ranks that compute.
+
+    Args:
+        call: the operands; its group is used.
+        schedules: every rank's schedule.
+        first, last: range of padded rows [first, last) of the macrobatch, clipped to each rank's own rows.
+    """
+
+    def __init__(self, call: MoeInputs, schedules: list[Schedule], first: int, last: int) -> None:
+        self._group = call.group
+        pieces = [(s.source_rank()[first:last], s.route()[first:last]) for s in schedules]
+        source, _ = pieces[call.ep_rank]
+        self.rows = source.numel()
+        # My rows, grouped by the rank that they come from; rows of one rank keep their order on both sides.
+        self._filled = (source >= 0).nonzero().squeeze(1)
+        arrival = source[self._filled].sort(stable=True)
+        self._filled = self._filled[arrival.indices]
+        self._receive_counts = torch.bincount(arrival.values, minlength=call.ep_size).tolist()
+        # My tokens' routes that each rank computes in this macrobatch, in that rank's row order.
+        wanted = [route[src == call.ep_rank] for src, route in pieces]
+        self._send_routes = torch.cat(wanted)
+        self._send_counts = [w.numel() for w in wanted]
+        self._topk = call.topk
+
+    def to_experts(self, values: Tensor, per_route: bool = False) -> Tensor:
+        """Rows for the experts of this rank.
+
+        Args:
+            values: [T, ...], one a token, or [T * K, ...], one a route, if `per_route`.
+
+        Returns:
+            [rows, ...], zero in the padding rows.
+        """
+        index = self._send_routes if per_route else self._send_routes // self._topk
+        arrived = _all_to_all(values[index], self._send_counts, self._receive_counts, self._group)
+        rows = values.new_zeros((self.rows, *values.shape[1:]))
+        rows[self._filled] = arrived
+        return rows
+
+    def to_sources(self, rows: Tensor, slots: Tensor) -> None:
+        """Send [rows, ...] back: each lands in the slot `token * K + k` of its source's `slots` [T * K, ...]."""
+        arrived = _all_to_all(rows[self._filled], self._receive_counts, self._send_counts, self._group)
+        slots[self._send_routes] = arrived
+
+
+def _all_gather(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return mine.unsqueeze(0)
+    out = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(out, mine.contiguous(), group=group)
+    return torch.stack(out)
+
+
+def _all_to_all(send: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return send
+    received = send.new_empty((sum(receive_counts), *send.shape[1:]))
+    dist.all_to_all_single(received, send.contiguous(), receive_counts, send_counts, group=group)
+    return received
+
+
+def _raise_with_all_reports(call: MoeInputs, problems: Problems) -> None:
+    """Every rank says what it found wrong, and all of them raise the same message."""
+    mine = problems.text("") if problems else ""
+    reports: list[str] = [mine]
+    if call.group is not None:
+        gathered: list[str | None] = [None] * call.ep_size
+        dist.all_gather_object(gathered, mine, group=call.group)
+        reports = [text or "" for text in gathered]
+    parts = [f"\non rank {rank} of the group:{text}" for rank, text in enumerate(reports) if text]
+    raise MokInputError("mok_moe: arguments that do not fit" + "".join(parts))
+
+
+def _by_rank(values: list[int]) -> str:
+    return ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
