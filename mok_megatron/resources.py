@@ -19,4 +19,6 @@ def data_folder(name: str) -> Path:
         if place.is_dir():
             return place
     searched = ", ".join(str(place) for place in places)
-    raise FileNotFoundError(f"mok_megatron has no folder '{name}' (searched {searched}): reinstall the package")
+    raise FileNotFoundError(
+        f"mok_megatron has no folder '{name}' (searched {searched}): reinstall the package"
+    )
