@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import tempfile
 import time
@@ -50,7 +51,7 @@ def _collect(workers: list[Any], results: Any, timeout_s: float) -> list[Any]:
         if not results.empty():
             rank, failure, value = results.get()
             assert failure is None, f"rank {rank} of {len(workers)} failed:\n{failure}"
-            values[rank] = value
+            values[rank] = pickle.loads(value)
             continue
         for rank, worker in enumerate(workers):
             dead = worker.exitcode is not None and rank not in values and results.empty()
@@ -79,7 +80,8 @@ def _work(
             timeout=timedelta(seconds=timeout_s),
         )
         value = function(rank, *args)
-        results.put((rank, None, value))
+        # Plain pickle: the queue's own would pass tensors as handles that die with this process.
+        results.put((rank, None, pickle.dumps(value)))
         dist.destroy_process_group()
     except BaseException:
         results.put((rank, traceback.format_exc(), None))

@@ -1,0 +1,72 @@
+"""The token dispatcher that dispatches nothing: the kernel moves the tokens. It only translates routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
+
+
+class MokTokenDispatcher(MoETokenDispatcher):
+    """Turns the router's dense map into routes, and shapes tokens for the operator.
+
+    Between `dispatch_preprocess` and `combine_postprocess`, hidden states are [T, H] tokens of this rank and probs
+    are [T, K] router weights; `topk_ids` holds the experts of the same routes.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.hidden_shape: torch.Size | None = None
+        self.topk_ids: Tensor | None = None
+
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Args: tokens [S, B, H], routing_map and probs [S * B, E] from the router. Returns [S * B, H] and [S * B, K]."""
+        self.hidden_shape = tokens.shape
+        self.topk_ids, weights = routes_from_map(routing_map, probs, self.config.moe_router_topk)
+        return tokens.reshape(-1, tokens.shape[-1]), weights
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Nothing to do: the kernel pulls the tokens."""
+        return hidden_states, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Nothing to do."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Nothing to do: the kernel pushed the results back and added them up."""
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """[S * B, H] back to the layer's [S, B, H]."""
+        assert self.hidden_shape is not None
+        return hidden_states.view(self.hidden_shape)
+
+
+def routes_from_map(routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Routes of each token, in the order of expert numbers, -1 where the router dropped one.
+
+    Args:
+        routing_map: [T, E] bool, at most `topk` true per row (more only where Megatron pads experts to their
+            capacity, and those have probability 0).
+        probs: [T, E] router probabilities; gradients flow back through the result.
+        topk: K.
+
+    Returns:
+        topk_ids [T, K] int64 and topk_weights [T, K] fp32, 0 where there is no route.
+    """
+    with torch.no_grad():
+        experts = routing_map.shape[1]
+        # Chosen experts rank by probability in [0, 1], the others below them.
+        rank = torch.where(routing_map, probs.detach().float(), -1.0)
+        best = rank.topk(topk, dim=1)
+        # Unused places sort behind every expert, then become -1.
+        ids = torch.where(best.values >= 0, best.indices, experts).sort(dim=1).values
+        missing = ids == experts
+        gather = ids.masked_fill(missing, 0)
+    weights = probs.gather(1, gather).float().masked_fill(missing, 0.0)
+    return ids.masked_fill(missing, -1), weights

@@ -1,0 +1,148 @@
+"""The expert weights as Megatron parameters, and their place in a distributed checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_pg_rank, get_pg_size
+from torch import Tensor
+from torch.nn import Parameter
+
+from mok_megatron.megatron.validate import mok_config
+from mok_megatron.ops import SharedExpert, mok_moe
+
+
+class MokExperts(MegatronModule):
+    """The local experts: one parameter a projection.
+
+    weight1: [E_local, 2I, H] gate rows, then up rows; weight2: [E_local, H, I]. H is `moe_latent_size` where that is
+    set. Initial values are those that SequentialMLP (or, with --moe-grouped-gemm, TEGroupedMLP) draws from the same
+    seed.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any = None, name: str | None = None) -> None:
+        super().__init__(config=config)
+        self.num_local_experts = num_local_experts
+        self.ep_group = pg_collection.ep
+        self.dp_group = pg_collection.expt_dp
+        self.mok = mok_config(config)
+        hidden, inner = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
+        self.weight1 = self._new_parameter(num_local_experts, 2 * inner, hidden, partition_dim=1)
+        self.weight2 = self._new_parameter(num_local_experts, hidden, inner, partition_dim=2)
+        if config.perform_initialization:
+            self._initialize()
+
+    def forward(
+        self, tokens: Tensor, topk_ids: Tensor, topk_weights: Tensor, shared: SharedExpert | None = None
+    ) -> Tensor:
+        """The whole layer after routing, peers' tokens included; shapes as in `mok_moe`."""
+        return mok_moe(
+            tokens,
+            topk_ids,
+            topk_weights,
+            self.weight1,
+            self.weight2,
+            group=self.ep_group if get_pg_size(self.ep_group) > 1 else None,
+            config=self.mok,
+            shared=shared,
+            into_main_grad=self.config.gradient_accumulation_fusion,
+        )
+
+    def backward_dw(self) -> None:
+        """Nothing is delayed: the backward of `forward` computes the weight gradients too."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensorFactory]:
+        """Keys and layout of SequentialMLP and TEGroupedMLP: one entry an expert, gate and up apart.
+
+        A factory a parameter (not a tensor an expert), so that optimizers can map their states the same way.
+        """
+        singleton = (metadata or {}).get("singleton_local_shards", False)
+        first = get_pg_rank(self.ep_group) * self.num_local_experts
+        total = get_pg_size(self.ep_group) * self.num_local_experts
+        layout = _CheckpointLayout(tuple(sharded_offsets), first, total, singleton)
+        replica = (0, 0, get_pg_rank(self.dp_group))
+        return {
+            f"{prefix}{name}": layout.factory(f"{prefix}experts", linear, getattr(self, name), parts, replica)
+            for name, linear, parts in (("weight1", "linear_fc1", 2), ("weight2", "linear_fc2", 1))
+        }
+
+    def _new_parameter(self, *shape: int, partition_dim: int) -> Parameter:
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        parameter = Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        # Every rank of the tensor parallel group holds other experts, so norms must count all of them ...
+        set_tensor_model_parallel_attributes(parameter, True, partition_dim, 1)
+        # ... and gradients are reduced over expert data parallel ranks only.
+        parameter.allreduce = get_pg_size(self.ep_group) == 1  # type: ignore[attr-defined]
+        return parameter
+
+    def _initialize(self) -> None:
+        weights = [(w, e) for e in range(self.num_local_experts) for w in (self.weight1, self.weight2)]
+        if self.config.moe_grouped_gemm:
+            weights.sort(key=lambda entry: entry[0] is self.weight2)
+        for weight, expert in weights:
+            method = self.config.init_method if weight is self.weight1 else self.config.output_layer_init_method
+            if self.config.use_cpu_initialization:
+                # Megatron draws in fp32 from the default generator here, and rounds afterwards.
+                drawn = torch.empty(weight.shape[1:], dtype=torch.float)
+                method(drawn)
+                weight.data[expert].copy_(drawn)
+            else:
+                with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                    method(weight.data[expert])
+
+
+class _CheckpointLayout:
+    """Where the experts of this rank stand among all of them."""
+
+    def __init__(self, sharded_offsets: tuple, first: int, total: int, singleton: bool) -> None:
+        self.sharded_offsets, self.first, self.total, self.singleton = sharded_offsets, first, total, singleton
+
+    def factory(
+        self, prefix: str, linear: str, weight: Tensor, parts: int, replica: tuple[int, int, int]
+    ) -> ShardedTensorFactory:
+        """`weight` [E_local, parts * n, m] as one sharded tensor an expert and part."""
+        # The factory's own key must differ between optimizer states, which replace this prefix by theirs.
+        key = f"{prefix}.{linear}.weight"
+
+        @torch.no_grad()
+        def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+            assert flattened_range is None, "flattened optimizer states are a format that Megatron no longer writes"
+            return [
+                self._piece(key, piece, self.first + expert, part, parts, replica_id)
+                for expert in range(tensor.shape[0])
+                for part, piece in enumerate(tensor[expert].chunk(parts, dim=0))
+            ]
+
+        @torch.no_grad()
+        def merge(pieces: list[Tensor]) -> Tensor:
+            # Pieces are views of one allocation when they were loaded in place; cat copies them either way.
+            return torch.cat(pieces).view(weight.shape)
+
+        return ShardedTensorFactory(key, weight, build, merge, replica)
+
+    def _piece(
+        self, key: str, piece: Tensor, expert: int, part: int, parts: int, replica_id: Any
+    ) -> ShardedTensor:
+        offsets = self.sharded_offsets
+        if not self.singleton:
+            offsets = (*offsets, (len(offsets), expert, self.total))
+        prepended = len(offsets)
+        if self.singleton:
+            head, _, tail = key.rpartition(".linear_")
+            key = f"{head}.{expert}.linear_{tail}"
+            if parts == 2:
+                return ShardedTensor.from_rank_offsets(
+                    f"{key}_{'wv'[part]}", piece, *offsets, replica_id=replica_id, prepend_axis_num=prepended
+                )
+        part_offset = ((prepended, part, parts),) if parts > 1 else ()
+        return ShardedTensor.from_rank_offsets(
+            key, piece, *offsets, *part_offset, replica_id=replica_id, prepend_axis_num=prepended
+        )

@@ -1,0 +1,165 @@
+"""Which Megatron configurations the fused layer can run, and the settings it runs with."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mok_megatron import versions
+from mok_megatron.config import MokConfig, config_from_args
+from mok_megatron.errors import MokConfigError, Problems
+
+logger = logging.getLogger(__name__)
+
+TITLE = "--moe-token-dispatcher-type mok cannot run this configuration:"
+
+
+def prepare_config(config: Any) -> None:
+    """Check a TransformerConfig with dispatcher type `mok`, before Megatron's own `__post_init__`.
+
+    Raises:
+        MokConfigError: listing every setting that cannot work, each with its remedy.
+    """
+    problems = Problems()
+    core = versions.check("megatron-core")
+    if core.problem:
+        problems.add(core.problem, "or keep this version and choose another --moe-token-dispatcher-type")
+    mok = _settings(config, problems)
+    if config.num_moe_experts is not None:
+        _check_experts(config, problems)
+        _check_schedule_of_layer(config, problems)
+        _check_precision(config, mok, problems)
+    _check_training_arguments(_megatron_args(), problems)
+    problems.raise_if_any(MokConfigError, TITLE)
+    if config.moe_shared_expert_overlap:
+        # What the flag asks for happens anyway: the shared expert's tiles run while the first tokens arrive.
+        logger.info("--moe-shared-expert-overlap has no effect with mok: its kernel always overlaps the shared expert")
+        config.moe_shared_expert_overlap = False
+
+
+def mok_config(config: Any) -> MokConfig:
+    """The settings for a TransformerConfig: its attribute `mok` if set, else Megatron's --mok-* flags, else defaults.
+
+    Raises:
+        MokConfigError: settings that cannot work.
+    """
+    explicit = getattr(config, "mok", None)
+    if explicit is not None:
+        return explicit
+    args = _megatron_args()
+    return MokConfig() if args is None else config_from_args(args)
+
+
+def _settings(config: Any, problems: Problems) -> MokConfig | None:
+    try:
+        return mok_config(config)
+    except MokConfigError as error:
+        problems.add(str(error), "change these flags")
+        return None
+
+
+def _megatron_args() -> argparse.Namespace | None:
+    """Megatron-LM's parsed arguments, where its training framework runs."""
+    module = sys.modules.get("megatron.training.global_vars")
+    return None if module is None else module._GLOBAL_ARGS
+
+
+def _check_experts(config: Any, problems: Problems) -> None:
+    problems.require(
+        config.gated_linear_unit and config.activation_func is F.silu,
+        "the experts' activation is not SwiGLU",
+        "pass --swiglu (gated_linear_unit=True, activation_func=torch.nn.functional.silu)",
+    )
+    problems.require(not config.add_bias_linear, "the experts have biases", "pass --disable-bias-linear")
+    for name, neutral in (
+        ("activation_func_clamp_value", (None,)),
+        ("glu_linear_offset", (0, 0.0)),
+        ("moe_mlp_glu_interleave_size", (None,)),
+        ("moe_apply_probs_on_input", (False,)),
+        ("moe_single_grouped_weight", (False,)),
+        ("moe_router_padding_for_quantization", (False,)),
+    ):
+        value = getattr(config, name, neutral[0])
+        problems.require(value in neutral, f"{_flag(name)} is {value}", "leave it out: it has no counterpart in the kernel")
+    ep = config.expert_model_parallel_size
+    problems.require(
+        config.num_moe_experts % ep == 0,
+        f"--num-experts {config.num_moe_experts} does not divide by --expert-model-parallel-size {ep}",
+        "change one of them",
+    )
+    etp = config.expert_tensor_parallel_size
+    # Megatron sets the expert tensor parallel size to the tensor parallel size where it is not given.
+    etp = config.tensor_model_parallel_size if etp is None else etp
+    problems.require(
+        etp == 1,
+        f"the experts are split over {etp} tensor parallel ranks",
+        "pass --expert-tensor-parallel-size 1; more expert parallelism splits them further",
+    )
+
+
+def _check_schedule_of_layer(config: Any, problems: Problems) -> None:
+    """Options that take the layer apart: dispatch, products and combine are one kernel here."""
+    for name, remedy in (
+        ("overlap_moe_expert_parallel_comm", "leave it out: the kernel overlaps communication inside the layer"),
+        ("overlap_dispatch_backward_with_experts_wgrad", "leave it out: the kernel does this itself"),
+        ("delay_wgrad_compute", "leave it out: weight gradients are the tail of the backward kernel"),
+        ("moe_paged_stash", "leave it out: --mok-macrobatch-size bounds the memory of activations"),
+    ):
+        problems.require(not getattr(config, name, False), f"{_flag(name)} is set", remedy)
+    offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
+    problems.require(
+        not (config.fine_grained_activation_offloading and offloaded),
+        f"--offload-modules names {', '.join(sorted(offloaded))}",
+        "take them out: the fused layer keeps no such activations apart",
+    )
+    modules = config.cuda_graph_modules
+    names = [modules] if isinstance(modules, str) else list(modules or ())
+    inside = {"moe", "moe_preprocess"} & {getattr(name, "name", name) for name in names}
+    problems.require(
+        not inside,
+        f"--cuda-graph-modules names {', '.join(sorted(inside))}",
+        "capture attn and moe_router, or the full iteration",
+    )
+    problems.require(
+        config.transformer_impl != "inference_optimized",
+        "--transformer-impl inference_optimized has dispatchers of its own",
+        "use transformer_engine or local",
+    )
+
+
+def _check_precision(config: Any, mok: MokConfig | None, problems: Problems) -> None:
+    for name in ("fp8", "fp4"):
+        value = getattr(config, name, None)
+        problems.require(not value, f"--{name}-format is {value}", "the fused layer computes in bf16; leave it out")
+    if mok is None or mok.backend == "reference" or not torch.cuda.is_available():
+        return
+    problems.require(
+        config.bf16,
+        "the megakernel computes in bf16, and the model does not",
+        "pass --bf16, or --mok-backend reference",
+    )
+    hidden = config.moe_latent_size or config.hidden_size
+    inner = config.moe_ffn_hidden_size or config.ffn_hidden_size
+    for name, size in (("hidden size", hidden), ("expert intermediate size", inner)):
+        if size is not None:
+            problems.require(
+                size % 64 == 0, f"the {name} {size} is not a multiple of 64", f"use {-(-size // 64) * 64}"
+            )
+
+
+def _check_training_arguments(args: argparse.Namespace | None, problems: Problems) -> None:
+    for flag, remedy in (
+        ("use_megatron_fsdp", "use --use-distributed-optimizer: the kernel needs whole expert weights"),
+        ("use_torch_fsdp2", "use --use-distributed-optimizer: the kernel needs whole expert weights"),
+        ("moe_use_upcycling", "convert the checkpoint under another dispatcher, then load it under mok"),
+    ):
+        problems.require(not getattr(args, flag, False), f"{_flag(flag)} is set", remedy)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
