@@ -7,9 +7,9 @@ status.
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 # Subcommand -> (module, one line of help): the help is here so that `mok-megatron --help` imports none of
@@ -22,7 +22,7 @@ COMMANDS = {
         "check whether this machine can run the plugin, and what to do if not",
     ),
     "plan": (
-        "mok_megatron.topology.command",
+        "mok_megatron.plan.command",
         "parallel sizes, placement, memory and time for a model and cluster",
     ),
     "tune": ("mok_megatron.tune.command", "search the best kernel settings for a model and GPU"),
@@ -31,14 +31,12 @@ COMMANDS = {
 
 def available() -> dict[str, tuple[str, str]]:
     """The subcommands that this version ships."""
-    return {name: entry for name, entry in COMMANDS.items() if _exists(entry[0])}
+    root = Path(__file__).parents[1]  # looked up as files: find_spec would import the parent packages
+    return {name: entry for name, entry in COMMANDS.items() if (root / _file(entry[0])).is_file()}
 
 
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package does not exist
-        return False
+def _file(module: str) -> str:
+    return module.replace(".", "/") + ".py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -63,11 +63,13 @@ fi
 say "installing mok-megatron[$extras] with the versions in constraints.txt into $venv (a few minutes the first time)"
 rm -f "$stamp"
 log=$venv/setup.log
-if ! "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$extras]" 2>&1 |
-    tee "$log" | { grep --line-buffered -v -E '^Requirement already satisfied|^Looking in|^  (Preparing|Getting|Installing build)' || true; } >&2; then
-    say "pip failed; its output is above and in $log. Often: no network or proxy (see 'pip config list'), a full"
-    say "disk ($free_gib GiB were free), or a Python too new for torch's wheels (MOK_PYTHON=... names another)."
-    say "Run the same command again: what was installed is kept."
+rm -f "$log"
+[[ -t 2 ]] && bar=on || bar=off # a log needs no progress bar
+if ! "$venv/bin/python" -m pip --disable-pip-version-check --log "$log" install --progress-bar "$bar" \
+    -c constraints.txt -e ".[$extras]" >&2; then
+    say "pip failed; its words are above, and all it did is in $log. Often: no network or proxy (see 'pip config"
+    say "list'), a full disk ($free_gib GiB were free), or a Python too new for torch (name another: MOK_PYTHON=...)."
+    say "Run the same command again after that: what was downloaded is kept."
     exit 1
 fi
 fingerprint >"$stamp"

@@ -58,8 +58,7 @@ def test_range_check(version: str, supported: str, expected: bool) -> None:
 def test_a_wrong_version_is_named_with_the_remedy() -> None:
     wrong = versions.VersionCheck("megatron-core", versions.MEGATRON_CORE, "0.16.0")
     assert wrong.problem == (
-        "megatron-core 0.16.0 is installed; supported is >=0.19.2,<0.20: "
-        "pip install 'megatron-core>=0.19.2,<0.20'"
+        "megatron-core 0.16.0 is installed; supported is >=0.19.2,<0.20: pip install 'megatron-core>=0.19.2,<0.20'"
     )
     missing = versions.VersionCheck("torch", versions.TORCH, None)
     assert missing.problem is not None and "is not installed" in missing.problem
