@@ -86,7 +86,10 @@ class MoeShape:
         if self.topk > self.num_experts:
             yield "topk", f"is {self.topk}, more than the {self.num_experts} experts of num_experts"
         if self.first_dense_layers >= self.num_layers:
-            yield "first_dense_layers", f"is {self.first_dense_layers} of {self.num_layers}: no MoE layer is left"
+            yield (
+                "first_dense_layers",
+                f"is {self.first_dense_layers} of {self.num_layers}: no MoE layer is left",
+            )
 
 
 @dataclass(frozen=True)
@@ -246,6 +249,9 @@ class Rates:
     bf16_product: float
     nvlink_pull: float
     nvlink_push: float
+    pull_sm_latency_ns: float
+    """One communication SM pulls a row in this time plus the row's bytes over `pull_sm_bandwidth` (GB/s)."""
+    pull_sm_bandwidth: float
     memory: float
     network: float
 
@@ -254,6 +260,7 @@ class Rates:
             value = getattr(self, name)
             if not 0 < value <= 1:
                 yield name, f"is {value}; a share of the peak lies above 0 and not above 1"
+        yield from _positive(self, ("pull_sm_latency_ns", "pull_sm_bandwidth"))
 
 
 @dataclass(frozen=True)

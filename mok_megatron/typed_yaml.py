@@ -57,8 +57,8 @@ def load_typed[T](path: Path, cls: type[T]) -> T:
 
     Fields without default are required, keys that are no field are refused with the nearest that is, and
     values must have the field's type (an int serves for a float). Supported types: bool, int, float, str,
-    X | None, list[X], dict[str, X] and dataclasses of these. A method `check() -> Iterable[(key, problem)]` of
-    a dataclass is called after it is built; its first problem is raised with the line of that key.
+    X | None, list[X], dict[str, X] and dataclasses of these. A method `check() -> Iterable[(key, problem)]`
+    of a dataclass is called after it is built; its first problem is raised with the line of that key.
 
     Raises:
         ConfigFileError: with file, line and key.
