@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,8 +36,8 @@ class MokConfig:
 
     backend: str = _setting(
         "auto",
-        "Who computes the layer: 'megakernel' (one persistent kernel a direction), 'reference' (plain torch, any "
-        "device), or 'auto': the megakernel on GPUs, the reference on a machine without one.",
+        "Who computes the layer: 'megakernel' (one persistent kernel a direction), 'reference' (plain torch, "
+        "any device), or 'auto': the megakernel on GPUs, the reference on a machine without one.",
         choices=BACKENDS,
     )
     minibatch_size: int = _setting(
@@ -47,9 +48,9 @@ class MokConfig:
     )
     macrobatch_size: int | None = _setting(
         None,
-        "Routed rows of activations that a layer keeps for its backward, a multiple of --mok-minibatch-size. Rows "
-        "beyond it are dispatched and multiplied again in the backward, so memory is bounded whatever the imbalance. "
-        "Default: 1.25 times the rows of a balanced routing.",
+        "Routed rows of activations that a layer keeps for its backward, a multiple of --mok-minibatch-size. "
+        "Rows beyond it are dispatched and multiplied again in the backward, so memory is bounded whatever the "
+        "imbalance. Default: 1.25 times the rows of a balanced routing.",
         type=int,
     )
     fwd_comm_sms: int = _setting(4, "SMs that move tokens during the forward.", type=int)
@@ -64,17 +65,18 @@ class MokConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.timeout_s is None:
-            object.__setattr__(self, "timeout_s", _timeout_from_environment())
         problems = Problems()
+        if self.timeout_s is None:
+            object.__setattr__(self, "timeout_s", _timeout_from_environment(problems))
         problems.require(
             self.backend in BACKENDS,
             f"--mok-backend {self.backend!r} is unknown",
             f"choose one of {', '.join(BACKENDS)}",
         )
         _require_multiple(problems, "--mok-minibatch-size", self.minibatch_size, TILE_ROWS)
-        if self.macrobatch_size is not None and self.minibatch_size > 0:
-            _require_multiple(problems, "--mok-macrobatch-size", self.macrobatch_size, self.minibatch_size)
+        if self.macrobatch_size is not None:
+            unit = self.minibatch_size if _is_multiple(self.minibatch_size, TILE_ROWS) else TILE_ROWS
+            _require_multiple(problems, "--mok-macrobatch-size", self.macrobatch_size, unit)
         for name in ("fwd_comm_sms", "bwd_comm_sms"):
             value = getattr(self, name)
             problems.require(value >= 1, f"{flag_name(name)} is {value}", "give at least 1")
@@ -85,11 +87,16 @@ class MokConfig:
                 f"--mok-num-sms {self.num_sms} leaves no SM for the products beside {most} that communicate",
                 f"give at least {most + 1}, or fewer communication SMs",
             )
-        problems.require(self.timeout_s > 0, f"--mok-timeout-s is {self.timeout_s}", "give a positive number of seconds")
+        # Neither NaN nor infinity: no wait is unbounded.
+        problems.require(
+            0 < self.timeout_s < math.inf,
+            f"--mok-timeout-s ({TIMEOUT_ENV}) is {self.timeout_s}",
+            "give a positive, finite number of seconds",
+        )
         problems.raise_if_any(MokConfigError, "MokConfig cannot work:")
 
     def macrobatch_rows(self, balanced_rows: int) -> int:
-        """Rows of the ring buffers: the setting, or 1.25 x `balanced_rows` rounded up to whole minibatches."""
+        """Rows of the ring buffers: the setting, or 1.25 x `balanced_rows` in whole minibatches, rounded up."""
         if self.macrobatch_size is not None:
             return self.macrobatch_size
         minibatches = -(-balanced_rows * 5 // (4 * self.minibatch_size))
@@ -102,7 +109,7 @@ def flag_name(field_name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add one `--mok-*` flag a field of MokConfig to `parser` (dest `mok_<field>`, default None: not given)."""
+    """Add one `--mok-*` flag a field of MokConfig to `parser` (dest `mok_<field>`; None where not given)."""
     group = parser.add_argument_group("mok", "Fused MoE layer (--moe-token-dispatcher-type mok)")
     for entry in dataclasses.fields(MokConfig):
         group.add_argument(
@@ -125,17 +132,22 @@ def config_from_args(args: argparse.Namespace) -> MokConfig:
     return MokConfig(**{name: value for name, value in given.items() if value is not None})
 
 
-def _timeout_from_environment() -> float:
+def _timeout_from_environment(problems: Problems) -> float:
     text = os.environ.get(TIMEOUT_ENV, "120")
     try:
         return float(text)
     except ValueError:
-        raise MokConfigError(f"{TIMEOUT_ENV}={text!r} is not a number; set it to seconds, such as 120") from None
+        problems.add(f"{TIMEOUT_ENV}={text!r} is not a number", "set it to seconds, such as 120")
+        return 120.0
+
+
+def _is_multiple(value: int, unit: int) -> bool:
+    return value > 0 and value % unit == 0
 
 
 def _require_multiple(problems: Problems, flag: str, value: int, unit: int) -> None:
     problems.require(
-        value > 0 and value % unit == 0,
+        _is_multiple(value, unit),
         f"{flag} {value} is not a positive multiple of {unit}",
         f"the nearest that works is {max(1, round(value / unit)) * unit}",
     )

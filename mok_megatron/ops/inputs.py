@@ -83,16 +83,19 @@ class MoeGradients:
 
 
 def check_inputs(call: MoeInputs) -> Problems:
-    """Everything that can be seen to be wrong with the operands without a peer and without waiting for the device."""
+    """What is wrong with the operands, as far as it shows without a peer and without waiting for the device."""
     problems = Problems()
-    _check_shapes(call, problems)
+    operands = _operands(call)
+    for name, value in operands.items():
+        problems.require(isinstance(value, Tensor), f"{name} is a {type(value).__name__}", "give a torch.Tensor")
     if not problems:
-        _check_dtypes_and_devices(call, problems)
+        _check_shapes(call, problems)
+        _check_dtypes_and_devices(call, operands, problems)
     return problems
 
 
 def check_expert_numbers(call: MoeInputs) -> Problems:
-    """Experts that do not exist. Reads `topk_ids` on the host: only for backends that wait for the device anyway."""
+    """Experts that do not exist. Waits for the device, to read `topk_ids`: for backends that wait anyway."""
     problems = Problems()
     if call.topk_ids.numel():
         low, high = (int(v) for v in torch.aminmax(call.topk_ids))
@@ -111,20 +114,20 @@ def _check_shapes(call: MoeInputs, problems: Problems) -> None:
         return
     tokens, hidden = call.x.shape
     if call.topk_ids.dim() != 2 or call.topk_ids.shape[0] != tokens or call.topk_ids.shape[1] < 1:
-        problems.add(f"topk_ids has shape {list(call.topk_ids.shape)}", f"give [T, K] = [{tokens}, K] with K at least 1")
+        problems.add(f"topk_ids has shape {list(call.topk_ids.shape)}", f"give [T, K] = [{tokens}, K], K at least 1")
     problems.require(
         call.topk_weights.shape == call.topk_ids.shape,
         f"topk_weights has shape {list(call.topk_weights.shape)}",
         f"give one weight a route: {list(call.topk_ids.shape)}",
     )
     if call.w1.dim() != 3 or call.w1.shape[0] < 1 or call.w1.shape[1] % 2 or call.w1.shape[2] != hidden:
-        problems.add(f"w1 has shape {list(call.w1.shape)}", f"give [E_local, 2I, H] with H = {hidden}, as x has")
+        problems.add(f"w1 has shape {list(call.w1.shape)}", f"give [E_local, 2I, H], H = {hidden} as in x")
     else:
         experts, double, _ = call.w1.shape
         problems.require(
             tuple(call.w2.shape) == (experts, hidden, double // 2),
             f"w2 has shape {list(call.w2.shape)}",
-            f"give [E_local, H, I] = [{experts}, {hidden}, {double // 2}], as w1 has",
+            f"give [E_local, H, I] = [{experts}, {hidden}, {double // 2}], to go with w1",
         )
     if call.shared is not None:
         _check_shared_shapes(call.shared, tokens, hidden, problems)
@@ -148,28 +151,36 @@ def _check_shared_shapes(shared: SharedExpert, tokens: int, hidden: int, problem
         )
 
 
-def _check_dtypes_and_devices(call: MoeInputs, problems: Problems) -> None:
-    problems.require(
-        call.topk_ids.dtype in (torch.int32, torch.int64),
-        f"topk_ids is {call.topk_ids.dtype}",
-        "give int32 or int64",
-    )
-    problems.require(
-        call.x.dtype in FLOAT_DTYPES, f"x is {call.x.dtype}", f"give one of {', '.join(map(str, FLOAT_DTYPES))}"
-    )
-    # Router weights keep fp32 whatever the model runs in; a float64 oracle keeps float64.
-    weight_dtype = torch.float64 if call.x.dtype == torch.float64 else torch.float32
-    tensors = [("w1", call.w1, call.x.dtype), ("w2", call.w2, call.x.dtype)]
-    tensors.append(("topk_weights", call.topk_weights, weight_dtype))
+def _operands(call: MoeInputs) -> dict[str, Tensor]:
+    operands = {
+        "x": call.x,
+        "topk_ids": call.topk_ids,
+        "topk_weights": call.topk_weights,
+        "w1": call.w1,
+        "w2": call.w2,
+    }
     if call.shared is not None:
-        tensors += [("shared w1", call.shared.w1, call.x.dtype), ("shared w2", call.shared.w2, call.x.dtype)]
+        operands |= {"shared w1": call.shared.w1, "shared w2": call.shared.w2}
         if call.shared.scale is not None:
-            tensors.append(("shared scale", call.shared.scale, weight_dtype))
-    for name, tensor, dtype in tensors:
+            operands["shared scale"] = call.shared.scale
+    return operands
+
+
+def _check_dtypes_and_devices(call: MoeInputs, operands: dict[str, Tensor], problems: Problems) -> None:
+    # Router weights and gates keep fp32 whatever the model runs in; a float64 oracle keeps float64.
+    weight_dtype = torch.float64 if call.x.dtype == torch.float64 else torch.float32
+    for name, tensor in operands.items():
+        if name == "topk_ids":
+            allowed: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
+        elif name == "x":
+            allowed = FLOAT_DTYPES
+        else:
+            allowed = (weight_dtype if name in ("topk_weights", "shared scale") else call.x.dtype,)
         problems.require(
-            tensor.dtype == dtype, f"{name} is {tensor.dtype} beside an x of {call.x.dtype}", f"convert it to {dtype}"
+            tensor.dtype in allowed,
+            f"{name} is {tensor.dtype}" + ("" if name == "x" else f" beside an x of {call.x.dtype}"),
+            f"convert it to {' or '.join(map(str, allowed))}",
         )
-    for name, tensor in [("topk_ids", call.topk_ids)] + [(n, t) for n, t, _ in tensors]:
         problems.require(
             tensor.device == call.x.device,
             f"{name} is on {tensor.device} and x on {call.x.device}",

@@ -9,13 +9,16 @@ _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def takes_main_grad(weight: Tensor | None) -> bool:
-    """Whether gradients of `weight` are to be added to its `main_grad` (Megatron's DistributedDataParallel sets it)."""
-    return weight is not None and getattr(weight, "main_grad", None) is not None
+    """Whether gradients of `weight` belong in its `main_grad`, which Megatron's DistributedDataParallel sets."""
+    return weight is not None and weight.requires_grad and getattr(weight, "main_grad", None) is not None
 
 
 def store_gradient(weight: Tensor, gradient: Tensor, into_main_grad: bool) -> Tensor | None:
-    """Hand over `gradient` (weight's shape, any float dtype): added to `main_grad` in main_grad's dtype, then None is
-    returned, or returned in the weight's dtype."""
+    """Hand over `gradient` (of weight's shape, in any float dtype).
+
+    Returns:
+        None where it was added to `main_grad`, in main_grad's dtype; else the gradient in the weight's dtype.
+    """
     if into_main_grad and takes_main_grad(weight):
         weight.main_grad.add_(gradient)  # type: ignore[attr-defined]
         return None
@@ -25,8 +28,8 @@ def store_gradient(weight: Tensor, gradient: Tensor, into_main_grad: bool) -> Te
 def autograd_result(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
     """What the autograd function returns for `weight`.
 
-    Where the gradient went into `main_grad`, Megatron's hooks on the parameter must still fire, so autograd gets a
-    tensor of the right shape all the same: undefined values, shared by all such weights, which Megatron drops
+    Where the gradient went into `main_grad`, Megatron's hooks on the parameter must still fire, so autograd gets
+    a tensor of the right shape all the same: undefined values, shared by all such weights, which Megatron drops
     because `grad_added_to_main_grad` is set, or zeros where the parameter says `zero_out_wgrad`.
     """
     if gradient is not None or not takes_main_grad(weight):

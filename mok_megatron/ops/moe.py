@@ -27,19 +27,20 @@ def mok_moe(
 ) -> Tensor:
     """Dispatch, expert products with SwiGLU, and combine.
 
-    y[t] = sum over k of topk_weights[t, k] * w2[e] @ (silu(w1_gate[e] @ x[t]) * (w1_up[e] @ x[t])), e = topk_ids[t, k]
-    (plus the shared expert's), the sum in fp32 in the order of k. Every rank of `group` calls it together; T may
-    differ between ranks and be 0. The result does not depend on EP, not even in its last bit.
+    y[t] = sum over k of topk_weights[t, k] * w2[e] @ (silu(w1_gate[e] @ x[t]) * (w1_up[e] @ x[t])),
+    e = topk_ids[t, k] (plus the shared expert's), the sum in fp32 in the order of k. Every rank of `group` calls it
+    together; T may differ between ranks and be 0. The result does not depend on EP, not even in its last bit.
 
     Args:
         x: [T, H] tokens of this rank, bf16 on the megakernel, any float dtype on the reference.
         topk_ids: [T, K] int32 or int64, global expert numbers; -1 is no route (a dropped or padding token).
-        topk_weights: [T, K] fp32 router weights (fp64 beside an fp64 x).
+        topk_weights: [T, K] fp32 router weights (fp64 beside an fp64 x); unread where there is no route.
         w1: [E_local, 2I, H] gate rows, then up rows (Megatron's gated layout), in x's dtype.
         w2: [E_local, H, I], in x's dtype.
         group: the expert-parallel group; rank r holds experts [r * E_local, (r + 1) * E_local). None is EP 1.
         config: settings; the default ones if None.
-        shared: an expert that every token visits, held by every rank: a SharedExpert or (ws1 [2Is, H], ws2 [H, Is]).
+        shared: an expert that every token visits, held by every rank: a SharedExpert, or its first fields as a
+            tuple: (ws1 [2Is, H], ws2 [H, Is]).
         into_main_grad: add weight gradients to a weight's `main_grad`, where it has one (Megatron's gradient
             accumulation fusion), instead of returning them.
 
@@ -49,13 +50,19 @@ def mok_moe(
     Raises:
         MokInputError: operands that do not fit, listed all at once, on every rank of the group.
         MokBackendError: the backend asked for cannot run here.
+        MokTimeoutError: a peer did not take part within `config.timeout_s`.
     """
     config = MokConfig() if config is None else config
     if isinstance(shared, tuple):
         shared = SharedExpert(*shared)
     backend = select_backend(config, x.device)
-    s = shared or SharedExpert(w1=None, w2=None)  # type: ignore[arg-type]
-    return _MokMoe.apply(backend, config, group, into_main_grad, topk_ids, x, topk_weights, w1, w2, s.w1, s.w2, s.scale)
+    shared_tensors = (None, None, None) if shared is None else (shared.w1, shared.w2, shared.scale)
+    return _MokMoe.apply(backend, config, group, into_main_grad, topk_ids, x, topk_weights, w1, w2, *shared_tensors)
+
+
+def _shared_expert(w1: Tensor | None, w2: Tensor | None, scale: Tensor | None) -> SharedExpert | None:
+    # One of the two alone makes a SharedExpert too, for the checks to refuse.
+    return None if w1 is None and w2 is None else SharedExpert(w1, w2, scale)  # type: ignore[arg-type]
 
 
 class _MokMoe(torch.autograd.Function):
@@ -75,13 +82,11 @@ class _MokMoe(torch.autograd.Function):
         shared_w2: Tensor | None,
         shared_scale: Tensor | None,
     ) -> Tensor:
-        shared = None
-        if shared_w1 is not None and shared_w2 is not None:
-            shared = SharedExpert(shared_w1, shared_w2, shared_scale)
+        shared = _shared_expert(shared_w1, shared_w2, shared_scale)
         call = MoeInputs(x, topk_ids, topk_weights, w1, w2, shared, group, config)
         y, ctx.saved = backend.forward(call)
         ctx.backend, ctx.config, ctx.group, ctx.into_main_grad = backend, config, group, into_main_grad
-        # save_for_backward and not attributes: autograd then finds tensors that were changed in place in between.
+        # save_for_backward and not attributes: autograd then notices tensors that were changed in place.
         ctx.save_for_backward(x, topk_ids, topk_weights, w1, w2, shared_w1, shared_w2, shared_scale)
         # main_grad lives on the Parameter objects, which saved tensors do not always give back as themselves.
         ctx.weights = (w1, w2, shared_w1, shared_w2)
@@ -97,7 +102,7 @@ class _MokMoe(torch.autograd.Function):
             )
         x, topk_ids, topk_weights, *_, shared_scale = ctx.saved_tensors
         w1, w2, shared_w1, shared_w2 = ctx.weights
-        shared = None if shared_w1 is None else SharedExpert(shared_w1, shared_w2, shared_scale)
+        shared = _shared_expert(shared_w1, shared_w2, shared_scale)
         call = MoeInputs(x, topk_ids, topk_weights, w1, w2, shared, ctx.group, ctx.config)
         saved, ctx.saved = ctx.saved, None
         grads = ctx.backend.backward(call, saved, dy.contiguous(), ctx.into_main_grad)

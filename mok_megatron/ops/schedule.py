@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from mok_megatron.config import TILE_ROWS
+from mok_megatron.errors import MokCapacityError
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The routed rows that one rank computes, in the order in which it computes them.
 
-    Rows are sorted by (local expert, source rank, token, k), and the segment of each expert is padded to a multiple
-    of `tile_rows`. The order follows the global order of the tokens and not the number of ranks, so an expert sees
-    the same rows in the same tiles at every EP size.
+    Rows are sorted by (local expert, source rank, token, k), and the segment of each expert is padded to a
+    multiple of `tile_rows`. The order follows the global order of the tokens and not the number of ranks, so an
+    expert sees the same rows in the same tiles at every EP size.
     """
 
     row_source: Tensor
-    """[capacity] int32: where row r comes from, `source_rank * max_tokens * K + token * K + k`; -1 is padding."""
+    """[capacity] int32: where a row comes from, `source_rank * max_tokens * K + token * K + k`; -1 is padding."""
     expert_offsets: Tensor
     """[E_local + 1] int32: the first row of each expert's segment, and the number of rows in use."""
     rows_per_expert: Tensor
@@ -40,31 +41,43 @@ class Schedule:
 
     def source_rank(self) -> Tensor:
         """[capacity] int64: the rank that owns the token of each row, -1 for padding."""
-        return torch.where(self.row_source >= 0, self.row_source.long() // (self.max_tokens * self.topk), -1)
+        return torch.where(self.row_source >= 0, self.row_source.long() // self._rank_stride(), -1)
 
     def route(self) -> Tensor:
-        """[capacity] int64: `token * K + k` of each row on its source rank; only valid where it is not padding."""
-        return self.row_source.long() % (self.max_tokens * self.topk)
+        """[capacity] int64: `token * K + k` of each row on its source rank; not valid for padding."""
+        return self.row_source.long() % self._rank_stride()
+
+    def _rank_stride(self) -> int:
+        return max(1, self.max_tokens * self.topk)  # without tokens there is only padding, and nothing to divide
 
 
 def build_schedule(
-    topk_ids: Tensor, first_expert: int, num_local_experts: int, tile_rows: int = TILE_ROWS, capacity: int | None = None
+    topk_ids: Tensor,
+    first_expert: int,
+    num_local_experts: int,
+    tile_rows: int = TILE_ROWS,
+    capacity: int | None = None,
 ) -> Schedule:
     """The schedule of the rank that holds experts [first_expert, first_expert + num_local_experts).
 
     Args:
-        topk_ids: [EP, max_tokens, K] integers, every rank's global expert numbers, -1 where there is no route; a
-            rank with fewer tokens is padded with -1.
+        topk_ids: [EP, max_tokens, K] integers, every rank's global expert numbers, -1 where there is no route;
+            a rank with fewer tokens is padded with -1.
         first_expert: the first expert of this rank.
         num_local_experts: E_local.
         tile_rows: every segment is padded to a multiple of this.
         capacity: length of `row_source`. Default: the rows in use.
 
     Raises:
-        ValueError: the rows in use exceed `capacity`.
+        MokCapacityError: the rows in use exceed `capacity`, or the routes exceed int32.
     """
-    ranks, max_tokens, topk = topk_ids.shape
-    # Flattened, the routes stand in (source rank, token, k) order: a stable sort by expert is the whole schedule.
+    _, max_tokens, topk = topk_ids.shape
+    if topk_ids.numel() > torch.iinfo(torch.int32).max:
+        raise MokCapacityError(
+            f"{topk_ids.numel()} routes (EP x tokens x top-k) do not fit row_source's int32; "
+            "give each rank fewer tokens (--micro-batch-size, --seq-length)"
+        )
+    # Flattened, the routes stand in (source rank, token, k) order: a stable sort by expert is all there is to do.
     local_expert = topk_ids.reshape(-1).long() - first_expert
     here = (local_expert >= 0) & (local_expert < num_local_experts)
     routes = here.nonzero().squeeze(1)
@@ -78,7 +91,9 @@ def build_schedule(
     used = int(offsets[-1])
     capacity = used if capacity is None else capacity
     if used > capacity:
-        raise ValueError(f"{used} routed rows do not fit the schedule's capacity of {capacity}")
+        raise MokCapacityError(
+            f"{used} routed rows do not fit the schedule's capacity of {capacity}; worst_case_capacity() always does"
+        )
 
     # Row of a route: the start of its expert's segment plus its place among that expert's routes.
     first_of_expert = rows_per_expert.cumsum(0) - rows_per_expert
@@ -89,10 +104,12 @@ def build_schedule(
 
 
 def worst_case_capacity(ranks: int, max_tokens: int, topk: int, num_local_experts: int) -> int:
-    """Rows that no routing can exceed: every route of every rank, and the padding of every expert.
+    """The most rows that any routing can give one rank, padding included.
 
-    A token has at most min(K, E_local) routes to one rank only when its experts are distinct, which the operator does
-    not require, so the bound counts K.
+    Every route of every rank may come here: a token's experts need not be distinct, so K counts and not
+    min(K, E_local). Padding is largest where each expert but one has a single row, so that each wastes a tile less
+    one row.
     """
-    rows = ranks * max_tokens * topk + num_local_experts * (TILE_ROWS - 1)
-    return -(-rows // TILE_ROWS) * TILE_ROWS
+    routes = ranks * max_tokens * topk
+    padding = min(num_local_experts, routes) * (TILE_ROWS - 1)
+    return (routes + padding) // TILE_ROWS * TILE_ROWS

@@ -13,7 +13,6 @@ from mok_megatron.ops.main_grad import store_gradient
 from mok_megatron.ops.schedule import Schedule
 from mok_megatron.reference.exchange import RowExchange, agree, gather_routes, schedules_of_all_ranks
 from mok_megatron.reference.experts import (
-    Tile,
     down_product,
     expert_backward,
     gate_up_product,
@@ -64,7 +63,7 @@ class ReferenceBackend:
                 rows[tile.rows] = down_product(hidden, call.w2[tile.expert])
             exchange.to_sources(rows, slots)
 
-        y = sum_over_k(slots, call.topk_weights)
+        y = sum_over_k(slots, call.topk_weights.masked_fill(call.topk_ids < 0, 0))
         shared_gate_up = None
         if call.shared is not None:
             shared_y, shared_gate_up = _shared_forward(call.x, call.shared)
@@ -80,17 +79,18 @@ class ReferenceBackend:
         ranges = macrobatches(saved.schedules, saved.macrobatch_rows)
         for first, end in ranges:
             exchange = RowExchange(call, saved.schedules, first, end)
-            kept = saved.last if (first, end) == ranges[-1] else _dispatch_and_fc1(call, mine, exchange, first, end)
+            is_kept = (first, end) == ranges[-1]
+            kept = saved.last if is_kept else _dispatch_and_fc1(call, mine, exchange, first, end)
             dy_rows = exchange.to_experts(dy)
             weights = exchange.to_experts(call.topk_weights.reshape(-1), per_route=True)
             dx_rows = torch.zeros_like(dy_rows)
             dweight_rows = torch.zeros_like(weights)
             for tile in tiles(mine, first, end):
                 r, e = tile.rows, tile.expert
-                grads = expert_backward(dy_rows[r], weights[r], kept.x[r], kept.gate_up[r], call.w1[e], call.w2[e])
-                dx_rows[r], dweight_rows[r] = grads.dx, grads.dweight
-                dw1[e] += grads.dw1
-                dw2[e] += grads.dw2
+                tile_grads = expert_backward(dy_rows[r], weights[r], kept.x[r], kept.gate_up[r], call.w1[e], call.w2[e])
+                dx_rows[r], dweight_rows[r] = tile_grads.dx, tile_grads.dweight
+                dw1[e] += tile_grads.dw1
+                dw2[e] += tile_grads.dw2
             exchange.to_sources(dx_rows, dx_slots)
             exchange.to_sources(dweight_rows, dweight_slots)
 
@@ -108,24 +108,22 @@ class ReferenceBackend:
 
 
 def macrobatches(schedules: list[Schedule], rows: int) -> list[tuple[int, int]]:
-    """Ranges of padded rows [first, last), as many as the busiest rank needs; all ranks walk them together."""
+    """Ranges of padded rows [first, end), as many as the busiest rank needs; all ranks walk them together."""
     most = max(int(s.expert_offsets[-1]) for s in schedules)
     return [(first, first + rows) for first in range(0, most, rows)]
 
 
 def sum_over_k(slots: Tensor, factors: Tensor) -> Tensor:
-    """sum over k of factors[t, k] * slots[t * K + k], in the accumulation dtype and in the order of k: [T, H]."""
+    """sum over k of factors[t, k] * slots[t * K + k], in the accumulation dtype, in the order of k: [T, H]."""
     tokens, topk = factors.shape
-    by_k = slots.view(tokens, topk, -1)
+    by_k = slots.unflatten(0, (tokens, topk))
     total = torch.zeros(tokens, by_k.shape[2], dtype=wide(slots).dtype, device=slots.device)
     for k in range(topk):
         total += factors[:, k, None] * wide(by_k[:, k])
     return total
 
 
-def _dispatch_and_fc1(
-    call: MoeInputs, schedule: Schedule, exchange: RowExchange, first: int, end: int
-) -> Activations:
+def _dispatch_and_fc1(call: MoeInputs, schedule: Schedule, exchange: RowExchange, first: int, end: int) -> Activations:
     x = exchange.to_experts(call.x)
     gate_up = x.new_zeros(exchange.rows, call.w1.shape[1])
     for tile in tiles(schedule, first, end):
@@ -133,22 +131,23 @@ def _dispatch_and_fc1(
     return Activations(x, gate_up)
 
 
-def _shared_tiles(x: Tensor) -> list[Tile]:
-    return [Tile(0, slice(begin, begin + TILE_ROWS)) for begin in range(0, x.shape[0], TILE_ROWS)]
-
-
 def _scale(shared: SharedExpert, x: Tensor) -> Tensor:
     return wide(x).new_ones(x.shape[0]) if shared.scale is None else shared.scale
 
 
+def _whole_tiles(rows: Tensor) -> tuple[Tensor, ...]:
+    # Zero rows fill up the last tile. A token's place in a tile depends on EP here, unlike a routed row's, so a last
+    # tile of fewer rows would round differently.
+    padded = rows.new_zeros(-(-rows.shape[0] // TILE_ROWS) * TILE_ROWS, *rows.shape[1:])
+    padded[: rows.shape[0]] = rows
+    return padded.split(TILE_ROWS)
+
+
 def _shared_forward(x: Tensor, shared: SharedExpert) -> tuple[Tensor, Tensor]:
-    """The shared expert's output [T, H], before its scale, and its gate and up [T, 2Is]."""
-    y = torch.empty_like(x)
-    gate_up = x.new_empty(x.shape[0], shared.w1.shape[0])
-    for tile in _shared_tiles(x):
-        gate_up[tile.rows] = gate_up_product(x[tile.rows], shared.w1)
-        y[tile.rows] = down_product(swiglu(gate_up[tile.rows]).to(x.dtype), shared.w2)
-    return y, gate_up
+    """The shared expert's output [T, H], before its scale, and its gate and up [T in whole tiles, 2Is]."""
+    gate_up = [gate_up_product(tile, shared.w1) for tile in _whole_tiles(x)]
+    y = [down_product(swiglu(tile).to(x.dtype), shared.w2) for tile in gate_up]
+    return torch.cat(y)[: x.shape[0]], torch.cat(gate_up)
 
 
 def _shared_backward(
@@ -156,15 +155,16 @@ def _shared_backward(
 ) -> None:
     """Adds the shared expert's share to `grads.x` and fills in its own gradients."""
     scale = _scale(shared, x)
-    dscale = torch.zeros_like(scale)
+    dx, dscale = [], []
     dw1, dw2 = torch.zeros_like(wide(shared.w1)), torch.zeros_like(wide(shared.w2))
-    for tile in _shared_tiles(x):
-        r = tile.rows
-        tile_grads = expert_backward(dy[r], scale[r], x[r], gate_up[r], shared.w1, shared.w2)
-        grads.x[r] += wide(tile_grads.dx)
-        dscale[r] = tile_grads.dweight
+    by_tile = (_whole_tiles(dy), _whole_tiles(scale), _whole_tiles(x), gate_up.split(TILE_ROWS))
+    for operands in zip(*by_tile, strict=True):
+        tile_grads = expert_backward(*operands, shared.w1, shared.w2)
+        dx.append(tile_grads.dx)
+        dscale.append(tile_grads.dweight)
         dw1 += tile_grads.dw1
         dw2 += tile_grads.dw2
+    grads.x += wide(torch.cat(dx)[: x.shape[0]])
     grads.shared_w1 = store_gradient(shared.w1, dw1, into_main_grad)
     grads.shared_w2 = store_gradient(shared.w2, dw2, into_main_grad)
-    grads.shared_scale = None if shared.scale is None else dscale
+    grads.shared_scale = None if shared.scale is None else torch.cat(dscale)[: x.shape[0]]

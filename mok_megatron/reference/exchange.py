@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mok_megatron.config import TILE_ROWS
-from mok_megatron.errors import MokInputError, Problems
+from mok_megatron.errors import MokInputError, MokTimeoutError, Problems
 from mok_megatron.ops.inputs import FLOAT_DTYPES, MoeInputs, check_expert_numbers, check_inputs
 from mok_megatron.ops.schedule import Schedule, build_schedule
 
@@ -24,14 +27,37 @@ class Agreement:
     """Rows of a macrobatch, the same everywhere."""
 
 
-# What the ranks compare before they exchange anything else: (name, what to do where it differs).
+class _Same(NamedTuple):
+    """Something that all ranks must have the same of, compared before anything of that shape is exchanged."""
+
+    name: str
+    value: Callable[[MoeInputs], int]
+    remedy: str
+    show: Callable[[int], str] = str
+
+
 _SAME_ON_ALL_RANKS = (
-    ("H", "give every rank x with the same hidden size"),
-    ("K", "give every rank the same top-k"),
-    ("E_local", "give every rank the same number of experts"),
-    ("I", "give every rank experts of the same intermediate size"),
-    ("dtype of x", "convert x to one dtype on every rank"),
-    ("--mok-macrobatch-size", "start every rank with the same flags"),
+    _Same("H", lambda call: call.x.shape[1], "give every rank x with the same hidden size"),
+    _Same("K", lambda call: call.topk, "give every rank the same top-k"),
+    _Same("E_local", lambda call: call.w1.shape[0], "give every rank the same number of experts"),
+    _Same("I", lambda call: call.w2.shape[2], "give every rank experts of the same intermediate size"),
+    _Same(
+        "dtype of x",
+        lambda call: FLOAT_DTYPES.index(call.x.dtype),
+        "convert x to one dtype on every rank",
+        lambda index: str(FLOAT_DTYPES[index]),
+    ),
+    _Same(
+        "--mok-minibatch-size",
+        lambda call: call.config.minibatch_size,
+        "start every rank with the same flags",
+    ),
+    _Same(
+        "--mok-macrobatch-size",
+        lambda call: call.config.macrobatch_size or 0,
+        "start every rank with the same flags",
+        lambda rows: str(rows) if rows else "automatic",
+    ),
 )
 
 
@@ -40,6 +66,7 @@ def agree(call: MoeInputs) -> Agreement:
 
     Raises:
         MokInputError: on every rank, with what is wrong on each of them.
+        MokTimeoutError: a peer did not take part in time.
     """
     problems = check_inputs(call)
     if not problems:
@@ -48,22 +75,13 @@ def agree(call: MoeInputs) -> Agreement:
     mine[0] = int(bool(problems))
     if not problems:
         mine[1] = call.x.shape[0]
-        mine[2:] = torch.tensor(
-            [
-                call.x.shape[1],
-                call.topk,
-                call.w1.shape[0],
-                call.w2.shape[2],
-                FLOAT_DTYPES.index(call.x.dtype),
-                call.config.macrobatch_size or 0,
-            ]
-        )
-    everyone = _all_gather(mine.to(call.x.device), call.group).cpu()
+        mine[2:] = torch.tensor([same.value(call) for same in _SAME_ON_ALL_RANKS])
+    everyone = _all_gather(mine.to(call.x.device), call, "shapes").cpu()
     if everyone[:, 0].any():
         _raise_with_all_reports(call, problems)
-    for column, (name, remedy) in enumerate(_SAME_ON_ALL_RANKS, 2):
-        values = everyone[:, column].tolist()
-        problems.require(len(set(values)) == 1, f"{name} differs between ranks: {_by_rank(values)}", remedy)
+    for same, column in zip(_SAME_ON_ALL_RANKS, everyone[:, 2:].t().tolist(), strict=True):
+        by_rank = ", ".join(f"rank {rank} has {same.show(value)}" for rank, value in enumerate(column))
+        problems.require(len(set(column)) == 1, f"{same.name} differs between ranks: {by_rank}", same.remedy)
     problems.raise_if_any(MokInputError, "mok_moe: the ranks of the expert-parallel group disagree:")
     tokens = everyone[:, 1].tolist()
     # Balanced: every rank gets as many rows as it sends. Taken from all ranks, so that they agree on it.
@@ -76,11 +94,11 @@ def gather_routes(call: MoeInputs, agreement: Agreement) -> Tensor:
     longest = max(agreement.tokens)
     mine = torch.full((longest, call.topk), -1, dtype=torch.long, device=call.x.device)
     mine[: call.x.shape[0]] = call.topk_ids
-    return _all_gather(mine, call.group)
+    return _all_gather(mine, call, "routes")
 
 
 def schedules_of_all_ranks(call: MoeInputs, routes: Tensor) -> list[Schedule]:
-    """Every rank's schedule: a rank needs its peers' to know which rows they will ask for, and in which order."""
+    """Every rank's schedule: a rank needs its peers' to know which of its rows they want, in which order."""
     experts = call.w1.shape[0]
     return [build_schedule(routes, rank * experts, experts, TILE_ROWS) for rank in range(call.ep_size)]
 
@@ -91,12 +109,12 @@ class RowExchange:
     Args:
         call: the operands; its group is used.
         schedules: every rank's schedule.
-        first, last: range of padded rows [first, last) of the macrobatch, clipped to each rank's own rows.
+        first, end: range of padded rows [first, end) of the macrobatch, clipped to each rank's own rows.
     """
 
-    def __init__(self, call: MoeInputs, schedules: list[Schedule], first: int, last: int) -> None:
-        self._group = call.group
-        pieces = [(s.source_rank()[first:last], s.route()[first:last]) for s in schedules]
+    def __init__(self, call: MoeInputs, schedules: list[Schedule], first: int, end: int) -> None:
+        self._call = call
+        pieces = [(s.source_rank()[first:end], s.route()[first:end]) for s in schedules]
         source, _ = pieces[call.ep_rank]
         self.rows = source.numel()
         # My rows, grouped by the rank that they come from; rows of one rank keep their order on both sides.
@@ -108,7 +126,6 @@ class RowExchange:
         wanted = [route[src == call.ep_rank] for src, route in pieces]
         self._send_routes = torch.cat(wanted)
         self._send_counts = [w.numel() for w in wanted]
-        self._topk = call.topk
 
     def to_experts(self, values: Tensor, per_route: bool = False) -> Tensor:
         """Rows for the experts of this rank.
@@ -119,32 +136,46 @@ class RowExchange:
         Returns:
             [rows, ...], zero in the padding rows.
         """
-        index = self._send_routes if per_route else self._send_routes // self._topk
-        arrived = _all_to_all(values[index], self._send_counts, self._receive_counts, self._group)
+        index = self._send_routes if per_route else self._send_routes // self._call.topk
+        arrived = _all_to_all(values[index], self._send_counts, self._receive_counts, self._call)
         rows = values.new_zeros((self.rows, *values.shape[1:]))
         rows[self._filled] = arrived
         return rows
 
     def to_sources(self, rows: Tensor, slots: Tensor) -> None:
-        """Send [rows, ...] back: each lands in the slot `token * K + k` of its source's `slots` [T * K, ...]."""
-        arrived = _all_to_all(rows[self._filled], self._receive_counts, self._send_counts, self._group)
+        """Send [rows, ...] back: each lands in slot `token * K + k` of its source's `slots` [T * K, ...]."""
+        arrived = _all_to_all(rows[self._filled], self._receive_counts, self._send_counts, self._call)
         slots[self._send_routes] = arrived
 
 
-def _all_gather(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is None:
+def _all_gather(mine: Tensor, call: MoeInputs, what: str) -> Tensor:
+    if call.group is None:
         return mine.unsqueeze(0)
-    out = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(out, mine.contiguous(), group=group)
+    out = [torch.empty_like(mine) for _ in range(call.ep_size)]
+    _wait(dist.all_gather(out, mine.contiguous(), group=call.group, async_op=True), call, what)
     return torch.stack(out)
 
 
-def _all_to_all(send: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    if group is None:
+def _all_to_all(send: Tensor, send_counts: list[int], receive_counts: list[int], call: MoeInputs) -> Tensor:
+    if call.group is None:
         return send
     received = send.new_empty((sum(receive_counts), *send.shape[1:]))
-    dist.all_to_all_single(received, send.contiguous(), receive_counts, send_counts, group=group)
+    work = dist.all_to_all_single(
+        received, send.contiguous(), receive_counts, send_counts, group=call.group, async_op=True
+    )
+    _wait(work, call, "rows")
     return received
+
+
+def _wait(work: dist.Work, call: MoeInputs, what: str) -> None:
+    try:
+        work.wait(timedelta(seconds=call.config.timeout_s))
+    except RuntimeError as error:
+        raise MokTimeoutError(
+            f"mok_moe: rank {call.ep_rank} of {call.ep_size} in the expert-parallel group waited for the {what} of "
+            f"its peers; one of them ended, or did not get here within {call.config.timeout_s:g} s "
+            f"(--mok-timeout-s). Look for the first error of another rank. torch.distributed says: {error}"
+        ) from error
 
 
 def _raise_with_all_reports(call: MoeInputs, problems: Problems) -> None:
@@ -157,7 +188,3 @@ def _raise_with_all_reports(call: MoeInputs, problems: Problems) -> None:
         reports = [text or "" for text in gathered]
     parts = [f"\non rank {rank} of the group:{text}" for rank, text in enumerate(reports) if text]
     raise MokInputError("mok_moe: arguments that do not fit" + "".join(parts))
-
-
-def _by_rank(values: list[int]) -> str:
-    return ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))

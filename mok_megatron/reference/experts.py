@@ -1,9 +1,10 @@
 """The arithmetic of the experts, tile by tile, in the order and with the roundings that define the operator.
 
-Products accumulate in fp32 (fp64 for fp64 inputs) and a value is rounded to the storage dtype wherever the kernel
-stores it: gate and up after FC1, hidden before FC2, each output row, and their counterparts in the backward. A tile
-is at most `TILE_ROWS` consecutive rows of one expert; because an expert has the same tiles at every EP size and
-macrobatch size, so has every product the same shape, and every sum over rows the same order.
+Products accumulate in fp32 (fp64 for fp64 inputs) and a value is rounded to the storage dtype wherever the
+kernel stores it: gate and up after FC1, hidden before FC2, each output row, and their counterparts in the backward.
+A tile is at most `TILE_ROWS` consecutive rows of one expert; because an expert has the same tiles at every EP size
+and macrobatch size, every product has the same shape and every sum over rows the same order. That matters to the
+last bit: matrix libraries choose their order of summation by the shape.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ class Tile:
     """Rows of the macrobatch's buffers."""
 
 
-def tiles(schedule: Schedule, first: int, last: int) -> Iterator[Tile]:
-    """The tiles of a schedule's padded rows [first, last), in order, as slices relative to `first`."""
+def tiles(schedule: Schedule, first: int, end: int) -> Iterator[Tile]:
+    """The tiles of a schedule's padded rows [first, end), in order, as slices relative to `first`."""
     starts = schedule.expert_offsets.tolist()
     counts = schedule.rows_per_expert.tolist()
     for expert, count in enumerate(counts):
         for begin in range(starts[expert], starts[expert] + count, TILE_ROWS):
-            end = min(begin + TILE_ROWS, starts[expert] + count)
-            if first <= begin < last:
-                yield Tile(expert, slice(begin - first, end - first))
+            if first <= begin < end:
+                tile_end = min(begin + TILE_ROWS, starts[expert] + count)
+                yield Tile(expert, slice(begin - first, tile_end - first))
 
 
 def wide(tensor: Tensor) -> Tensor:
