@@ -18,7 +18,7 @@ SPARE = "#e4e4e4"
 def draw_racks(plan: Plan, path: str | os.PathLike[str]) -> int:
     """Write the picture to `path` and give the number of domains that it shows.
 
-    One box a GPU with its rank, one row a node, one column a domain; spare nodes are grey.
+    One box a GPU with its rank, one row a node, one column a domain; nodes that the job leaves are grey.
     """
     import matplotlib
 
@@ -58,7 +58,8 @@ def draw_racks(plan: Plan, path: str | os.PathLike[str]) -> int:
                 if used:
                     axes.text(corner[0] + 0.47, corner[1] + 0.42, str(rank), fontsize=4.5, ha="center", va="center")
             if node * gpus >= held:
-                axes.text(left + gpus / 2, top - node - 0.58, "spare", fontsize=6, ha="center", va="center")
+                label = "spare" if node * gpus >= placement.per_domain else "free"
+                axes.text(left + gpus / 2, top - node - 0.58, label, fontsize=6, ha="center", va="center")
     axes.set_xlim(-0.2, columns * (gpus + 0.8))
     axes.set_ylim(-rows * (nodes + 2.4) + 1.2, 1.4)
     axes.axis("off")

@@ -55,8 +55,10 @@ def group_proof(plan: Plan) -> str:
     contiguous = bool((np.diff(groups, axis=1) == 1).all())
     if not contiguous:
         raise AssertionError(f"expert groups of {plan.sizes} are not runs of ranks")
+    if plan.sizes.ep == 1:
+        return "EP 1: each rank is an expert group of its own"
     return (
         f"proof: expert stride {plan.sizes.expert_stride}, so group g is ranks {plan.sizes.ep}g to "
-        f"{plan.sizes.ep}g + {plan.sizes.ep - 1}; all {len(groups):,} groups checked: consecutive, and inside one "
+        f"{plan.sizes.ep}g + {plan.sizes.ep - 1}; groups checked ({len(groups):,}, all): consecutive, and inside one "
         f"{name}"
     )

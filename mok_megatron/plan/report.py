@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mok_megatron.plan import launch, parameters
 from mok_megatron.plan.memory import FRAGMENTATION, memory_limit, moe_activations, workspace
 from mok_megatron.plan.placed import ExpertGroup, expert_groups, group_proof
-from mok_megatron.plan.search import Plan
+from mok_megatron.plan.search import Plan, nearest_that_fits
 from mok_megatron.plan.stages import layout_string
 from mok_megatron.plan.timing import ATTENTION_SHARE, FORMULAS, MoeTime, routed_rows
 
@@ -33,6 +34,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
+        if 0 < abs(value) < 0.005:
+            return "<0.01"
         return f"{value:.2f}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
@@ -63,9 +66,10 @@ def _head(plan: Plan) -> str:
     domains = f"{placement.domains} {name}{'s' * (placement.domains > 1)}"
     total = placement.domains * cluster.domain_gpus
     rates = "measured on it" if cluster.rates.measured else "ASSUMED shares of the product page's figures"
-    size = parameters.total_parameters(model) / 1e9
+    count = parameters.total_parameters(model)
+    size = f"{count / 1e9:,.1f} billion" if count >= 1e9 else f"{count / 1e6:,.1f} million"
     return (
-        f"{model.title} ({size:,.1f} billion parameters, counted) on {domains} of {cluster.title}: "
+        f"{model.title} ({size} parameters, counted) on {domains} of {cluster.title}: "
         f"{plan.sizes.world:,} of {total:,} GPUs\n"
         f"Everything below is a prediction from shapes and rates; the rates of this cluster are {rates}."
     )
@@ -88,7 +92,14 @@ def _sizes(plan: Plan) -> str:
         ("microbatches", plan.microbatches, "a step and pipeline"),
         ("global batch", plan.global_batch, "sequences a step"),
     ]
-    return table(["size", "", "meaning"], rows) + f"\n  recomputed in the backward: {training.recompute}"
+    text = table(["size", "", "meaning"], rows) + f"\n  recomputed in the backward: {training.recompute}"
+    if plan.larger_ep:
+        ep = ", ".join(map(str, plan.larger_ep))
+        text += f"\n  a larger EP ({ep}) has no plan here: it does not divide the job or does not fit memory"
+        nearest = nearest_that_fits(replace(plan.request, ep=plan.larger_ep[-1]))
+        if nearest:
+            text += f";\n  EP {plan.larger_ep[-1]} works from {nearest}"
+    return text
 
 
 def _placement(plan: Plan) -> str:
@@ -101,13 +112,15 @@ def _placement(plan: Plan) -> str:
     ]
     if cluster.domain.nodes > 1:
         lines.append(
-            f"  each full {domain}: {placement.nodes_per_domain} of {cluster.domain.nodes} {node}s for the job, "
-            f"{placement.spare_nodes} spare"
+            f"  the job takes {placement.nodes} {node}s, at most {placement.nodes_per_domain} of the "
+            f"{cluster.domain.nodes} of a {domain}; {placement.spare_nodes or 'none'} a {domain} "
+            f"{'is' if placement.spare_nodes <= 1 else 'are'} spare"
+            + (f", {placement.free_nodes} of the last {domain} are free" if placement.free_nodes else "")
         )
         if placement.spare_nodes:
             lines.append(
                 f"  spare {node}s: a failed {node} is replaced inside its {domain}, so its expert group keeps one "
-                "NVLink domain;\n  until then they can run what needs no NVLink to the job (evaluation, data preparation)"
+                "NVLink domain;\n  until then they can run what needs no NVLink to the job, such as evaluation"
             )
     groups = expert_groups(plan)
     rows = [(g.index, g.ranks, g.stage, g.domain, g.nodes) for g in groups[:MAX_GROUPS]]

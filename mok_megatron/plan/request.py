@@ -45,8 +45,10 @@ def check_request(request: Request) -> None:
     """What can be said before any combination is tried, all at once."""
     model, cluster = request.model, request.cluster
     moe, problems = model.moe, Problems()
-    if (request.gpus is None) == (request.domains is None):
-        problems.add("neither or both of --gpus and --racks are given", "give one of them")
+    if request.gpus is None and request.domains is None:
+        problems.add("neither --gpus nor --racks is given", "give one of them")
+    if request.gpus is not None and request.domains is not None:
+        problems.add("--gpus and --racks are both given", "give one of them")
     for name in ("gpus", "domains", "tp", "cp", "ep", "pp", "micro_batch", "global_batch", "comm_sms"):
         value = getattr(request, name)
         flag = "--" + ("racks" if name == "domains" else name.replace("_", "-"))
@@ -130,10 +132,18 @@ def global_batch(request: Request, sizes: ParallelSizes) -> int | None:
     return max(1, -(-wanted // unit)) * unit
 
 
-def ep_candidates(request: Request) -> list[int]:
+def domain_ep_sizes(request: Request) -> list[int]:
+    """Expert-parallel sizes that divide the experts and fit a domain, ascending; one where it was given."""
     if request.ep is not None:
         return [request.ep]
-    sizes = [ep for ep in divisors(request.model.moe.num_experts) if ep_fits(request.cluster, ep)]
+    return [ep for ep in divisors(request.model.moe.num_experts) if ep_fits(request.cluster, ep)]
+
+
+def ep_candidates(request: Request) -> list[int]:
+    """Expert-parallel sizes to try, largest first."""
+    if request.ep is not None:
+        return [request.ep]
+    sizes = domain_ep_sizes(request)
     if request.gpus is not None:
         sizes = [ep for ep in sizes if request.gpus % ep == 0]
     return sizes[::-1]

@@ -11,7 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mok_megatron.plan.memory import RECOMPUTE, StageMemory, Training, memory_limit, stage_memory
-from mok_megatron.plan.request import PlanError, Request, check_request, divisors, ep_candidates, global_batch, tp_works
+from mok_megatron.plan.request import (
+    PlanError,
+    Request,
+    check_request,
+    divisors,
+    domain_ep_sizes,
+    ep_candidates,
+    global_batch,
+    tp_works,
+)
 from mok_megatron.plan.stages import Stage, layer_kinds, split_layers
 from mok_megatron.plan.timing import LayerTimes, layer_times
 from mok_megatron.plan.traffic import Traffic, gradient_traffic, step_traffic
@@ -22,6 +31,8 @@ MAX_GPUS = 16384
 TP_SIZES = (1, 2, 4, 8)
 CP_SIZES = (1, 2, 4, 8)
 TIME_TOLERANCE = 1.05
+LINEAR_STEPS = 16
+"""How many larger sizes are tried one by one, before they are doubled, in search of one that works."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,8 @@ class Plan:
     bubble: float
     """Share of the step in which a GPU waits for the pipeline to fill and drain."""
     alternatives: list[Plan] = field(default_factory=list, repr=False)
+    larger_ep: list[int] = field(default_factory=list)
+    """Expert-parallel sizes that the domain could hold, but for which this job has no plan."""
 
     @property
     def worst(self) -> StageMemory:
@@ -81,9 +94,28 @@ def make_plan(request: Request) -> Plan:
             fast = [p for p in fitting if p.seconds_per_sequence <= TIME_TOLERANCE * fitting[0].seconds_per_sequence]
             chosen = min(fast, key=lambda p: (p.sizes.tp * p.sizes.cp, p.sizes.cp, p.seconds_per_sequence, p.sizes.pp))
             others = [plan for plan in _distinct(fitting) if plan.sizes != chosen.sizes]
-            return dataclasses.replace(chosen, alternatives=others[:5])
+            larger = [size for size in domain_ep_sizes(request) if size > ep]
+            return dataclasses.replace(chosen, alternatives=others[:5], larger_ep=larger)
+        if request.global_batch is not None:
+            _require_batch(request, ep)
         smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.worst.total, default=None)
     raise PlanError(_no_plan(request, smallest))
+
+
+def _require_batch(request: Request, ep: int) -> None:
+    """If this EP has plans, only not with the global batch that was asked for, say which batches it has."""
+    free = [plan for plan in _plans(dataclasses.replace(request, global_batch=None), ep) if plan.fits]
+    if not free:
+        return
+    sizes = min(free, key=lambda plan: plan.seconds_per_sequence).sizes
+    unit, asked = sizes.dp * request.micro_batch, request.global_batch or 0
+    low = asked // unit * unit
+    raise PlanError(
+        "this plan cannot be made:\n"
+        f"  1. --global-batch {asked} is not a multiple of DP x micro-batch = {unit} (TP {sizes.tp}, CP {sizes.cp}, "
+        f"EP {ep}, PP {sizes.pp}), nor of any other plan with EP {ep}; the nearest that work: "
+        f"{f'{low} or ' if low else ''}{low + unit}"
+    )
 
 
 def _plans(request: Request, ep: int) -> Iterator[Plan]:
@@ -246,7 +278,11 @@ def nearest_that_fits(request: Request) -> str | None:
         )
         return any(plan.fits for ep in ep_candidates(asked) for plan in _plans(asked, ep))
 
-    low, high = start, start
+    close = min(most, start + LINEAR_STEPS)
+    for count in range(start, close + 1):
+        if works(count):
+            return f"{flag} {count * unit}"
+    low, high = close, close * 2
     while high <= most and not works(high):
         low, high = high, high * 2
     if high > most:

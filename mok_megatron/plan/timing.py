@@ -13,6 +13,9 @@ from mok_megatron.plan import parameters
 BF16 = 2
 ATTENTION_SHARE = 0.5
 """Share of the bf16 peak that a fused attention kernel reaches: an assumption, not measured here."""
+MAX_COMM_SMS = 16
+COMM_TOLERANCE = 1.005
+"""The least communication SMs within this factor of the shortest total are taken."""
 
 FORMULAS = {
     "rows": "rows = T x K: routed rows of a GPU under balanced routing; T = micro-batch x sequence / (TP x CP)",
@@ -20,7 +23,7 @@ FORMULAS = {
     "products": "products = (6 x padded x H x I + 6 x T x H x Is) / (bf16 rate x (1 - communication SMs / SMs))",
     "weights": "memory = (3 x H x (E/EP x I + Is) x 2 B + rows x (2H + 6I) x 2 B) / memory rate",
     "nvlink": "nvlink = rows x H x 2 B x (EP - 1)/EP x max(1/pull rate + 1/push rate, 1/(SMs x pull rate of one SM))",
-    "sms": "communication SMs: the number with the shortest total, unless given",
+    "sms": "communication SMs: as few as come within 0.5 % of the shortest total, unless given",
     "edges": "edges = first minibatch pulled, less the shared expert's time, + final sum over K read from memory",
     "forward": "forward = max(products, memory, nvlink) + edges",
     "backward": "backward = the same with twice the products (input and weight gradients), pull of dY, push of dX",
@@ -81,7 +84,7 @@ def moe_times(
 
     Args:
         tokens: T, tokens of this rank.
-        comm_sms: communication SMs of both directions; None: the number with the shortest total.
+        comm_sms: communication SMs of both directions; None: the fewest within COMM_TOLERANCE of the shortest total.
     """
     moe, gpu, rates = model.moe, cluster.gpu, cluster.rates
     hidden, inner, shared = moe.hidden_size, moe.moe_ffn_hidden_size, moe.shared_expert_intermediate_size
@@ -115,7 +118,9 @@ def moe_times(
     def best(passes: int) -> MoeTime:
         if comm_sms is not None:
             return direction(passes, comm_sms)
-        return min((direction(passes, sms) for sms in range(1, gpu.sms // 4 + 1)), key=lambda time: time.total)
+        times = [direction(passes, sms) for sms in range(1, MAX_COMM_SMS + 1)]
+        good = COMM_TOLERANCE * min(time.total for time in times)
+        return next(time for time in times if time.total <= good)
 
     return best(1), best(2)
 

@@ -45,8 +45,13 @@ class Placement:
 
     @property
     def spare_nodes(self) -> int:
-        """Nodes that are left over in each full domain."""
-        return self.cluster.domain.nodes - self.nodes_per_domain
+        """Nodes of each domain that no whole expert group can use."""
+        return self.cluster.domain.nodes - math.ceil(self.per_domain / self.cluster.node.gpus)
+
+    @property
+    def free_nodes(self) -> int:
+        """Nodes of the last domain that another job, or more of this one, could use: spares excluded."""
+        return math.ceil(self.per_domain / self.cluster.node.gpus) * self.domains - self.nodes
 
     @property
     def nodes(self) -> int:
