@@ -53,10 +53,26 @@ class MokConfig:
         "imbalance. Default: 1.25 times the rows of a balanced routing.",
         type=int,
     )
-    fwd_comm_sms: int = _setting(4, "SMs that move tokens during the forward.", type=int)
-    bwd_comm_sms: int = _setting(4, "SMs that move tokens during the backward.", type=int)
+    fwd_comm_sms: int = _setting(
+        4, "SMs that only move tokens during the forward; 0: idle warps of the other SMs move them.", type=int
+    )
+    bwd_comm_sms: int = _setting(
+        4, "SMs that only move tokens during the backward; 0: idle warps of the other SMs move them.", type=int
+    )
     num_sms: int | None = _setting(
         None, "SMs that the kernel may take, communication included. Default: all of the device.", type=int
+    )
+    max_tokens: int | None = _setting(
+        None,
+        "Tokens a rank at most, in one call of the layer: the workspace is laid out for it. Default: the most that any "
+        "rank of the group brings to the first call.",
+        type=int,
+    )
+    capacity_rows: int | None = _setting(
+        None,
+        f"Routed rows, padding included, that a rank's schedule can hold; a multiple of {TILE_ROWS}. "
+        "Default: what no routing can exceed; it costs 8 bytes a row.",
+        type=int,
     )
     timeout_s: float = _setting(
         None,
@@ -77,9 +93,13 @@ class MokConfig:
         if self.macrobatch_size is not None:
             unit = self.minibatch_size if _is_multiple(self.minibatch_size, TILE_ROWS) else TILE_ROWS
             _require_multiple(problems, "--mok-macrobatch-size", self.macrobatch_size, unit)
+        if self.capacity_rows is not None:
+            _require_multiple(problems, "--mok-capacity-rows", self.capacity_rows, TILE_ROWS)
+        if self.max_tokens is not None:
+            problems.require(self.max_tokens >= 1, f"--mok-max-tokens is {self.max_tokens}", "give at least 1")
         for name in ("fwd_comm_sms", "bwd_comm_sms"):
             value = getattr(self, name)
-            problems.require(value >= 1, f"{flag_name(name)} is {value}", "give at least 1")
+            problems.require(value >= 0, f"{flag_name(name)} is {value}", "give 0 or more")
         if self.num_sms is not None:
             most = max(self.fwd_comm_sms, self.bwd_comm_sms)
             problems.require(

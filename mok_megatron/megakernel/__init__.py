@@ -1,0 +1,52 @@
+"""The megakernel backend: binding.py (C interface), workspace.py (buffers), steps.py (launches), backend.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from mok_megatron.megakernel.backend import MegakernelBackend
+    from mok_megatron.megakernel.workspace import release_workspaces
+
+__all__ = ["MegakernelBackend", "check_errors", "release_workspaces", "unavailable_reason"]
+
+RUN = {(9, 0): "90a"}
+"""Compute capabilities that the kernels have been run on, and the architecture they are compiled for."""
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Why the megakernel cannot run on `device`, or None. Does not build anything."""
+    if device.type != "cuda":
+        return f"the operands are on {device.type}, and the megakernel runs on CUDA devices of capability 9.0"
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in RUN:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, and the kernels exist for 9.0 (Hopper)"
+    return None
+
+
+def check_errors() -> None:
+    """Raise what any launch of this process has recorded so far (a deadline, an overflow). Does not synchronise.
+
+    Raises:
+        MokTimeoutError, MokCapacityError, MokInputError: from the first workspace that has one.
+    """
+    from mok_megatron.megakernel.workspace import all_workspaces
+
+    for workspace in all_workspaces():
+        workspace.check()
+
+
+def __getattr__(name: str) -> Any:
+    # Late: the binding builds and loads a library, which a machine without a GPU must not try.
+    if name == "MegakernelBackend":
+        from mok_megatron.megakernel.backend import MegakernelBackend
+
+        return MegakernelBackend
+    if name == "release_workspaces":
+        from mok_megatron.megakernel.workspace import release_workspaces
+
+        return release_workspaces
+    raise AttributeError(f"module 'mok_megatron.megakernel' has no attribute {name!r}")

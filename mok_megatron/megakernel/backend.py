@@ -1,0 +1,171 @@
+"""The megakernel as a backend of the operator: checks, the shared workspace, and the two launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mok_megatron.config import TILE_ROWS
+from mok_megatron.errors import MokInputError, Problems
+from mok_megatron.megakernel import operators, workspace
+from mok_megatron.megakernel.binding import MokShape
+from mok_megatron.megakernel.steps import Operands, Saved
+from mok_megatron.megakernel.workspace import Workspace
+from mok_megatron.ops.inputs import MoeGradients, MoeInputs, check_inputs
+from mok_megatron.ops.main_grad import takes_main_grad
+from mok_megatron.ops.schedule import worst_case_capacity
+
+MAX_TOPK = 32
+UNIT = 64
+"""H, I and Is are multiples of it: the depth of a stage of the tile product."""
+
+
+@dataclass(frozen=True)
+class KernelSaved:
+    """What the forward keeps for the backward."""
+
+    workspace: Workspace
+    operands: Operands
+    tensors: Saved
+
+
+class MegakernelBackend:
+    """One persistent kernel a direction; see docs/kernel.md."""
+
+    name = "megakernel"
+
+    def forward(self, call: MoeInputs) -> tuple[Tensor, KernelSaved]:
+        """y [T, H] and what the backward needs. Waits for nothing, but for peers at the first call of a shape.
+
+        Raises:
+            MokInputError: operands that do not fit.
+            MokTimeoutError, MokCapacityError: what an earlier launch has recorded.
+        """
+        space = _workspace_for(call)
+        space.check()
+        operands = _operands(call)
+        y, saved = operators.forward(space, operands)
+        return y, KernelSaved(space, operands, saved)
+
+    def backward(self, call: MoeInputs, saved: KernelSaved, dy: Tensor, into_main_grad: bool) -> MoeGradients:
+        """Gradients for dy [T, H]."""
+        saved.workspace.check()
+        shared = call.shared
+        weights = [call.w1, call.w2, shared.w1 if shared else None, shared.w2 if shared else None]
+        targets = [w.main_grad if into_main_grad and takes_main_grad(w) else None for w in weights]  # type: ignore[union-attr]
+        results = operators.backward(saved.workspace, saved.operands, dy, saved.tensors, targets)
+        dx, dweights, dscale, dw1, dw2, dshared_w1, dshared_w2 = results
+        assert dx is not None and dweights is not None
+        return MoeGradients(dx, dweights, dw1, dw2, dshared_w1, dshared_w2, dscale)
+
+
+def _operands(call: MoeInputs) -> Operands:
+    shared = call.shared
+    scale = None if shared is None or shared.scale is None else shared.scale.contiguous()
+    return Operands(
+        call.x.contiguous(),
+        call.topk_ids.to(torch.int32).contiguous(),
+        call.topk_weights.contiguous(),
+        call.w1.contiguous(),
+        call.w2.contiguous(),
+        None if shared is None else shared.w1.contiguous(),
+        None if shared is None else shared.w2.contiguous(),
+        scale,
+    )
+
+
+def _workspace_for(call: MoeInputs) -> Workspace:
+    key = _key(call)
+    space = workspace.find(call.group, key)
+    if space is None:
+        space = _make_workspace(call)
+        workspace.keep(call.group, key, space)
+    tokens = call.x.shape[0]
+    if tokens > space.shape.max_tokens:
+        raise MokInputError(
+            f"mok_moe: {tokens} tokens, and the workspace was laid out for {space.shape.max_tokens}: the most that any "
+            f"rank brought to the first call; set --mok-max-tokens to the largest number that can occur"
+        )
+    return space
+
+
+def _key(call: MoeInputs) -> tuple:
+    """What tells one workspace of a group from another. Operands of one key need no further check of their shapes'
+    relation to the workspace."""
+    problems = check_inputs(call)
+    _check_for_kernel(call, problems)
+    problems.raise_if_any(MokInputError, "mok_moe: arguments that do not fit the megakernel")
+    shared = 0 if call.shared is None else call.shared.w2.shape[1]
+    return (*call.w1.shape, call.topk, shared, call.x.device, call.config)
+
+
+def _check_for_kernel(call: MoeInputs, problems: Problems) -> None:
+    if problems:
+        return
+    for name, tensor in (("x", call.x), ("w1", call.w1), ("w2", call.w2)):
+        problems.require(
+            tensor.dtype == torch.bfloat16,
+            f"{name} is {tensor.dtype}",
+            "the megakernel computes in bfloat16; convert it, or choose --mok-backend reference",
+        )
+    sizes = [("H", call.x.shape[1]), ("I", call.w2.shape[2])]
+    if call.shared is not None:
+        sizes.append(("Is", call.shared.w2.shape[1]))
+    for name, size in sizes:
+        problems.require(
+            size % UNIT == 0 and size > 0,
+            f"{name} = {size} is not a positive multiple of {UNIT}",
+            f"the nearest that works is {max(1, round(size / UNIT)) * UNIT}",
+        )
+    problems.require(call.topk <= MAX_TOPK, f"K = {call.topk}", f"the megakernel takes at most {MAX_TOPK}")
+
+
+def _make_workspace(call: MoeInputs) -> Workspace:
+    """Agree with the peers on the sizes, then allocate. Collective, and waits for the host: once a shape."""
+    tokens = call.config.max_tokens or call.x.shape[0]
+    mine = (tokens, *call.w1.shape, call.topk, call.config.minibatch_size, call.config.macrobatch_size or 0)
+    everyone = [mine]
+    if call.group is not None:
+        gathered: list[tuple[int, ...] | None] = [None] * call.ep_size
+        dist.all_gather_object(gathered, mine, group=call.group)
+        everyone = [entry for entry in gathered if entry is not None]
+    problems = Problems()
+    names = ("E_local", "2I", "H", "K", "--mok-minibatch-size", "--mok-macrobatch-size")
+    for column, name in enumerate(names, 1):
+        values = [entry[column] for entry in everyone]
+        problems.require(
+            len(set(values)) == 1,
+            f"{name} differs between ranks: {', '.join(f'rank {r} has {v}' for r, v in enumerate(values))}",
+            "give all ranks the same layer and the same flags",
+        )
+    problems.raise_if_any(MokInputError, "mok_moe: the ranks of the expert-parallel group disagree:")
+    return workspace.symmetric_workspace(
+        kernel_shape(call, max(1, *(entry[0] for entry in everyone))), call.config, call.group
+    )
+
+
+def kernel_shape(call: MoeInputs, max_tokens: int) -> MokShape:
+    """The C struct for a call whose largest T over the ranks is `max_tokens`."""
+    experts, double, hidden = call.w1.shape
+    config, ranks, topk = call.config, call.ep_size, call.topk
+    capacity = config.capacity_rows or worst_case_capacity(ranks, max_tokens, topk, experts)
+    ring = config.macrobatch_rows(max_tokens * topk)
+    # A ring larger than the schedule would never fill.
+    minibatches = -(-capacity // config.minibatch_size)
+    shared = 0 if call.shared is None else call.shared.w2.shape[1]
+    return MokShape(
+        ranks=ranks,
+        rank=call.ep_rank,
+        max_tokens=max_tokens,
+        hidden=hidden,
+        intermediate=double // 2,
+        shared_intermediate=shared,
+        experts_local=experts,
+        topk=topk,
+        capacity_rows=-(-capacity // TILE_ROWS) * TILE_ROWS,
+        ring_rows=min(ring, minibatches * config.minibatch_size),
+        minibatch_rows=config.minibatch_size,
+    )

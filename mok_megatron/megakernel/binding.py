@@ -1,0 +1,134 @@
+"""The C interface of the kernel library (kernels/mok_api.h) in ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+
+from mok_megatron.build import load_library
+from mok_megatron.errors import MokBackendError
+
+API_VERSION = 1
+
+_INT32 = "ranks rank max_tokens hidden intermediate shared_intermediate experts_local topk"
+_INT32 += " capacity_rows ring_rows minibatch_rows"
+
+
+class MokShape(ctypes.Structure):
+    """What every rank of an expert-parallel group has agreed on."""
+
+    _fields_ = [(name, c_int32) for name in _INT32.split()]
+
+
+class MokError(ctypes.Structure):
+    """The first failure of a rank, in pinned host memory."""
+
+    _fields_ = [(name, c_int32) for name in ("code", "flag", "rank", "peer", "index")] + [
+        (name, c_uint32) for name in ("expected", "seen", "epoch")
+    ]
+
+
+class MokWorkspace(ctypes.Structure):
+    """Buffers of one rank, and how a launch uses the device."""
+
+    _fields_ = [
+        ("shape", MokShape),
+        ("peers", c_void_p),
+        ("scratch", c_void_p),
+        ("error", c_void_p),
+        ("timeout_ns", c_int64),
+        ("num_ctas", c_int32),
+        ("forward_comm_ctas", c_int32),
+        ("backward_comm_ctas", c_int32),
+    ]
+
+
+class MokSchedule(ctypes.Structure):
+    """Who computes which row."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in ("row_source", "row_weight", "block_expert", "expert_offsets", "expert_rows", "info")
+    ]
+
+
+class MokForward(ctypes.Structure):
+    """Operands and results of the forward."""
+
+    _fields_ = [("tokens", c_int32)] + [
+        (name, c_void_p)
+        for name in (
+            "x topk_ids topk_weights w1 w2 shared_w1 shared_w2 shared_scale y x_rows gate_up shared_gate_up".split()
+        )
+    ]
+
+
+class MokGrad(ctypes.Structure):
+    """Where a weight gradient goes, and whether it is added to what is there."""
+
+    _fields_ = [("data", c_void_p), ("dtype", c_int32), ("accumulate", c_int32)]
+
+
+class MokBackward(ctypes.Structure):
+    """Operands and results of the backward."""
+
+    _fields_ = (
+        [("tokens", c_int32)]
+        + [
+            (name, c_void_p)
+            for name in (
+                "dy x topk_ids w1 w2 shared_w1 shared_w2 shared_scale x_rows gate_up shared_gate_up dx "
+                "dtopk_weights dshared_scale"
+            ).split()
+        ]
+        + [(name, MokGrad) for name in ("dw1", "dw2", "dshared_w1", "dshared_w2")]
+    )
+
+
+GRAD_BF16, GRAD_FP32 = 0, 1
+
+_STRUCTS = (MokShape, MokError, MokWorkspace, MokSchedule, MokForward, MokGrad, MokBackward)
+_STEPS = ("mok_forward_prepare", "mok_forward", "mok_backward_prepare", "mok_backward")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The kernel library of the current device, built at first use, with its argument types declared.
+
+    Raises:
+        MokBackendError: the library and this file describe different interfaces.
+    """
+    lib = load_library()
+    lib.mok_last_error.restype = ctypes.c_char_p
+    lib.mok_struct_bytes.argtypes, lib.mok_struct_bytes.restype = [ctypes.c_char_p], c_size_t
+    for name in ("mok_symmetric_bytes", "mok_scratch_bytes"):
+        getattr(lib, name).argtypes = [POINTER(MokShape)]
+        getattr(lib, name).restype = c_size_t
+    for name in _STEPS:
+        operands = MokForward if "forward" in name else MokBackward
+        getattr(lib, name).argtypes = [POINTER(MokWorkspace), POINTER(MokSchedule), POINTER(operands), c_void_p]
+    different = [s.__name__ for s in _STRUCTS if lib.mok_struct_bytes(s.__name__.encode()) != ctypes.sizeof(s)]
+    if lib.mok_api_version() != API_VERSION or different:
+        raise MokBackendError(
+            f"the kernel library has interface version {lib.mok_api_version()} and this package {API_VERSION}"
+            + (f"; they differ in {', '.join(different)}" if different else "")
+            + "; build it again: mok-megatron build --force"
+        )
+    return lib
+
+
+def enqueue(step: str, workspace: MokWorkspace, schedule: MokSchedule, operands: ctypes.Structure, stream: int) -> None:
+    """Enqueue one of the library's steps on a CUDA stream.
+
+    Raises:
+        MokBackendError: the launch was refused, with CUDA's reason.
+    """
+    lib = library()
+    status = getattr(lib, step)(
+        ctypes.byref(workspace), ctypes.byref(schedule), ctypes.byref(operands), c_void_p(stream)
+    )
+    if status != 0:
+        raise MokBackendError(f"{step}: {lib.mok_last_error().decode()} (status {status})")
+
+
