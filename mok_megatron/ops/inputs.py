@@ -172,10 +172,12 @@ def _check_dtypes_and_devices(call: MoeInputs, operands: dict[str, Tensor], prob
     for name, tensor in operands.items():
         if name == "topk_ids":
             allowed: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
-        elif name == "x":
+        elif name in ("topk_weights", "shared scale"):
+            allowed = (weight_dtype,)
+        elif name == "x" or call.x.dtype not in FLOAT_DTYPES:
             allowed = FLOAT_DTYPES
         else:
-            allowed = (weight_dtype if name in ("topk_weights", "shared scale") else call.x.dtype,)
+            allowed = (call.x.dtype,)
         problems.require(
             tensor.dtype in allowed,
             f"{name} is {tensor.dtype}" + ("" if name == "x" else f" beside an x of {call.x.dtype}"),
