@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from mok_megatron.host.replacements import REPLACEMENTS
+from mok_megatron.errors import MokError
+from mok_megatron.host.replacements import REPLACEMENTS, TRAINING_REPLACEMENTS
 
 _originals: list[tuple[Any, str, Any]] = []  # (owner, attribute, original value), in the order of replacement
 
 
-class HostModeError(RuntimeError):
+class HostModeError(MokError, RuntimeError):
     """CPU host mode was asked for where it must not run."""
 
 
@@ -21,22 +22,27 @@ def active() -> bool:
     return bool(_originals)
 
 
-def enable() -> None:
+def enable(training: bool = False) -> None:
     """Make Megatron Core run on the CPU in this process, with gloo. Idempotent.
+
+    Args:
+        training: Megatron's training framework (``megatron.training``) too.
 
     Raises:
         HostModeError: this machine has a GPU; Megatron Core needs no help there, and replaced names would break it.
     """
-    if active():
-        return
     if torch.cuda.is_available():
         raise HostModeError(
             f"CPU host mode refused: torch finds {torch.cuda.device_count()} CUDA device(s) here. Train on them, or "
             "hide them with CUDA_VISIBLE_DEVICES='' to run on the CPU."
         )
-    # Imported first, so that every Megatron module binds the original names and only table entries differ.
-    owners = [_owner(entry.module, entry.name) for entry in REPLACEMENTS]
-    for entry, (owner, attribute) in zip(REPLACEMENTS, owners, strict=True):
+    table = REPLACEMENTS + TRAINING_REPLACEMENTS if training else REPLACEMENTS
+    done = {(owner, attribute) for owner, attribute, _ in _originals}
+    # Found before any is replaced: finding imports Megatron, whose modules then bind the original names.
+    places = [_place(entry.module, entry.name) for entry in table]
+    for entry, (owner, attribute) in zip(table, places, strict=True):
+        if (owner, attribute) in done:
+            continue
         original = getattr(owner, attribute)
         inherited = isinstance(owner, type) and attribute not in vars(owner)
         _originals.append((owner, attribute, _INHERITED if inherited else original))
@@ -59,10 +65,10 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def cpu_host_mode() -> Iterator[None]:
+def cpu_host_mode(training: bool = False) -> Iterator[None]:
     """CPU host mode for a ``with`` block; left on afterwards if it was on before."""
     was_active = active()
-    enable()
+    enable(training)
     try:
         yield
     finally:
@@ -73,7 +79,7 @@ def cpu_host_mode() -> Iterator[None]:
 _INHERITED = object()
 
 
-def _owner(module: str, name: str) -> tuple[Any, str]:
+def _place(module: str, name: str) -> tuple[Any, str]:
     """The object that holds ``name``, and the attribute's own name."""
     owner: Any = importlib.import_module(module)
     *parents, attribute = name.split(".")

@@ -157,6 +157,11 @@ def _average_by_sum(original: Callable[..., Any], tensor: torch.Tensor, *args: A
     return original(tensor, *args, **kwargs)
 
 
+def _without_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``initialize_megatron`` that does not insist on a GPU."""
+    return original(*args, **{"allow_no_cuda": True, **kwargs})
+
+
 @dataclass(frozen=True)
 class Replacement:
     """One replaced name.
@@ -225,12 +230,16 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     # Literal "cuda" devices and types.
     *(
         Replacement("torch", factory, _cuda_means_cpu, _LITERAL, wraps=True)
-        for factory in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
+        for factory in ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "empty_like", "zeros_like")
     ),
     Replacement("torch", "Tensor.cuda", _same_tensor, "batches, embeddings and checkpoints call .cuda()"),
     Replacement("torch", "Tensor.to", _to, _LITERAL, wraps=True),
     Replacement(
-        "torch", "Tensor.type", _type, "optimizers sort parameters by type strings such as torch.cuda.FloatTensor", wraps=True
+        "torch",
+        "Tensor.type",
+        _type,
+        "optimizers sort parameters by type strings such as torch.cuda.FloatTensor",
+        wraps=True,
     ),
     # Without Transformer Engine and Apex the optimizer is torch's Adam.
     Replacement(
@@ -257,5 +266,19 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     ),
     Replacement(
         "torch.distributed", "all_reduce", _average_by_sum, "gloo has no AVG, which loss logging asks for", wraps=True
+    ),
+)
+
+# Needed only by Megatron's training framework (mok_megatron.pretrain), whose import takes a few seconds.
+TRAINING_REPLACEMENTS: tuple[Replacement, ...] = (
+    Replacement(
+        _CUDA, "device_count", lambda: 1, "initialisation makes the parallel groups only where there are devices"
+    ),
+    Replacement(
+        "megatron.training.training",
+        "initialize_megatron",
+        _without_cuda,
+        "it stops where torch finds no GPU, unless told otherwise",
+        wraps=True,
     ),
 )

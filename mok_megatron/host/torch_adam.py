@@ -27,9 +27,7 @@ def sharded_state_dict(
     return original(optimizer, model_state, is_loading, **kwargs)
 
 
-def set_parameter_state(
-    original: Callable[..., Any], optimizer: Any, parameter: Any, tensors: dict[str, Any]
-) -> Any:
+def set_parameter_state(original: Callable[..., Any], optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> Any:
     """``DistributedOptimizer._set_main_param_and_optimizer_states`` that leaves each parameter a step of its own."""
     group, order = optimizer.model_param_group_index_map[parameter]
     state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]

@@ -1,1 +1,1 @@
-"""Training with Megatron Core: data, a small DeepSeek-V3-shaped model, the loop, and the quick start built from them."""
+"""Training with Megatron Core: data, a small DeepSeek-V3-shaped model, the loop, and the quick start made of them."""

@@ -11,6 +11,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.tokenizers import MegatronTokenizer
 
+from mok_megatron.errors import MokError
+
 END_OF_DOCUMENT = 256  # bytes are 0..255
 PADDING = 257
 VOCABULARY = 258
@@ -18,7 +20,7 @@ VOCABULARY = 258
 Batch = dict[str, torch.Tensor]
 
 
-class DataError(RuntimeError):
+class DataError(MokError):
     """The training data cannot be read or written."""
 
 
@@ -30,7 +32,7 @@ def byte_tokenizer() -> MegatronTokenizer:
 
 
 def standard_library_text() -> list[str]:
-    """English text that every Python has: the help topics of ``pydoc`` (about 780 KB), one document a topic."""
+    """English text that every Python has: the help topics of ``pydoc`` (about 490 KB in Python 3.12), one document a topic."""
     topics = pydoc_data.topics.topics
     return [topics[name] for name in sorted(topics)]
 
@@ -54,7 +56,7 @@ def write_indexed_dataset(documents: Iterable[str], prefix: Path) -> int:
             tokens += ids.size
         builder.finalize(f"{prefix}.idx")
     except OSError as error:
-        raise DataError(f"cannot write the dataset {prefix}.bin/.idx: {error}. Choose another output folder.") from error
+        raise DataError(f"cannot write the dataset {prefix}.bin/.idx: {error}. Choose another folder.") from error
     if tokens == 0:
         raise DataError(f"no documents were given for the dataset {prefix}; give at least one text")
     return tokens

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -20,11 +21,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from mok_megatron.config import MokConfig
+from mok_megatron.errors import MokError
 from mok_megatron.training.data import Batch, batches
 from mok_megatron.training.model import ModelShape, build_model, model_config
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(MokError):
     """A checkpoint cannot be written or read."""
 
 
@@ -34,9 +37,10 @@ class TrainSettings:
 
     Attributes:
         dispatcher: Megatron's ``moe_token_dispatcher_type``.
+        backend: of the ``mok`` dispatcher.
         dtype: parameters and activations, fp32 or bf16; main gradients are fp32.
         steps: length of the run, which sets the learning-rate schedule.
-        warmup_steps: steps of linear warm-up, then cosine decay to a tenth.
+        warmup_steps: steps of linear warm-up (fewer in a shorter run), then cosine decay to a tenth.
         learning_rate: at the end of the warm-up.
         micro_batch: sequences a rank and microbatch.
         microbatches: microbatches a step (gradient accumulation).
@@ -44,6 +48,7 @@ class TrainSettings:
     """
 
     dispatcher: str
+    backend: str = "auto"
     dtype: torch.dtype = torch.float32
     steps: int = 60
     warmup_steps: int = 10
@@ -68,10 +73,11 @@ class Trainer:
         self.ranks = parallel_state.get_data_parallel_world_size()
         self._dataset = dataset
         self._batches: Iterator[Batch] = self._batches_from_here()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.config = model_config(
             shape, settings.dispatcher, settings.dtype, parallel_state.get_expert_model_parallel_world_size()
         )
+        self.config.mok = MokConfig(backend=settings.backend)
         model = build_model(self.config, shape).to(self.device)
         wrapped = Float16Module(self.config, model) if settings.dtype == torch.bfloat16 else model
         self.model = DistributedDataParallel(
@@ -103,7 +109,7 @@ class Trainer:
             init_lr=0.0,
             max_lr=settings.learning_rate,
             min_lr=settings.learning_rate / 10,
-            lr_warmup_steps=settings.warmup_steps,
+            lr_warmup_steps=min(settings.warmup_steps, settings.steps - 1),
             lr_decay_steps=settings.steps,
             lr_decay_style="cosine",
             start_wd=0.1,
@@ -113,6 +119,15 @@ class Trainer:
         )
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._forward_backward = get_forward_backward_func()
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the whole model, experts of all ranks included."""
+        count = torch.zeros(2, dtype=torch.int64, device=self.device)
+        for parameter in self._bare.parameters():
+            count[0 if getattr(parameter, "allreduce", True) else 1] += parameter.numel()
+        torch.distributed.all_reduce(count[1:])
+        return int(count.sum())
 
     @property
     def tokens_per_step(self) -> int:
@@ -159,13 +174,7 @@ class Trainer:
         Raises:
             CheckpointError: the folder cannot be written; raised on every rank.
         """
-        partial_folder = folder.with_name(folder.name + ".partial")
-        _on_first_rank(partial(_fresh_folder, partial_folder), f"write the checkpoint {folder}")
-        metadata = self._metadata()
-        state = self._sharded_state(is_loading=False, metadata=metadata)
-        dist_checkpointing.save(state, str(partial_folder), content_metadata=_plain(metadata), async_strategy="mcore")
-        torch.distributed.barrier()
-        _on_first_rank(partial(_move, partial_folder, folder), f"write the checkpoint {folder}")
+        _save(self._sharded_state(self._metadata()), folder, self._metadata())
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint that :meth:`save` wrote, under whichever dispatcher.
@@ -173,23 +182,22 @@ class Trainer:
         Raises:
             CheckpointError: there is no complete checkpoint, or it holds another model.
         """
-        if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-            raise CheckpointError(f"no complete checkpoint in {folder}. Give the folder that the training run wrote.")
-        try:
-            state = dist_checkpointing.load(
-                self._sharded_state(is_loading=True, metadata=self._metadata()),
-                str(folder),
-                strict=StrictHandling.RAISE_ALL,
-            )
-        except dist_checkpointing.core.CheckpointingException as error:
-            raise CheckpointError(
-                f"the checkpoint {folder} does not fit this model: {error}. Use the sizes it was written with."
-            ) from error
+        state = _load(self._sharded_state(self._metadata(), is_loading=True), folder)
         self._bare.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         self.step_number = state["step"]
         self._batches = self._batches_from_here()
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the weights alone; otherwise as :meth:`save`."""
+        _save({"model": self._bare.sharded_state_dict(metadata=self._metadata())}, folder, self._metadata())
+
+    def load_weights(self, folder: Path) -> None:
+        """Start from the weights of a checkpoint; otherwise as :meth:`load`."""
+        state = _load({"model": self._bare.sharded_state_dict(metadata=self._metadata())}, folder)
+        self._bare.load_state_dict(state["model"])
+        self.optimizer.reload_model_params()
 
     def _batches_from_here(self) -> Iterator[Batch]:
         first = self.step_number * self.samples_per_step
@@ -216,7 +224,7 @@ class Trainer:
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
         return metadata
 
-    def _sharded_state(self, is_loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
+    def _sharded_state(self, metadata: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
         state: dict[str, Any] = {"model": self._bare.sharded_state_dict(metadata=metadata)}
         state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         state["schedule"] = self._schedule.state_dict()
@@ -231,6 +239,27 @@ def _mean_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
     mean = (losses.float() * weights).sum() / weights.sum()
     report = (losses.detach().double() * weights).sum() / weights.sum()
     return mean, {"lm loss": report}
+
+
+def _save(state: dict[str, Any], folder: Path, metadata: dict[str, Any]) -> None:
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    _on_first_rank(partial(_fresh_folder, unfinished), f"write the checkpoint {folder}")
+    dist_checkpointing.save(state, str(unfinished), content_metadata=_plain(metadata), async_strategy="mcore")
+    torch.distributed.barrier()
+    _on_first_rank(partial(_move, unfinished, folder), f"write the checkpoint {folder}")
+
+
+def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        raise CheckpointError(f"no complete checkpoint in {folder}. Give the folder that the training run wrote.")
+    try:
+        # Strict: a key that is missing or left over means another model, and must not pass unnoticed.
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_ALL)
+    except CheckpointingException as error:
+        raise CheckpointError(
+            f"the checkpoint {folder} does not fit this model: {error}. Use the sizes it was written with."
+        ) from error
+    return loaded
 
 
 def _plain(metadata: dict[str, Any]) -> dict[str, Any]:

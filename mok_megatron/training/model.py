@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from mok_megatron.training.attention import decoder_spec_without_te
+from mok_megatron.training.attention import accept_mla_channels
 from mok_megatron.training.data import VOCABULARY
 
 VOCABULARY_MULTIPLE = 64  # Megatron pads the vocabulary to a multiple, for the shape of the output product
@@ -22,7 +22,7 @@ VOCABULARY_MULTIPLE = 64  # Megatron pads the vocabulary to a multiple, for the 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the model; the defaults make the quick start's 2.4 million parameters."""
+    """Sizes of the model; the defaults make the quick start's 3.9 million parameters."""
 
     layers: int = 4
     dense_layers: int = 1
@@ -33,8 +33,8 @@ class ModelShape:
     top_k: int = 4
     expert_groups: int = 4
     groups_per_token: int = 2
-    expert_intermediate: int = 96
-    shared_intermediate: int = 96
+    expert_intermediate: int = 128
+    shared_intermediate: int = 128
     q_rank: int = 64
     kv_rank: int = 32
     head_dim: int = 32
@@ -73,6 +73,7 @@ def model_config(shape: ModelShape, dispatcher: str, dtype: torch.dtype, experts
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
+        masked_softmax_fusion=False,  # Apex's kernel
         attention_dropout=0.0,
         hidden_dropout=0.0,
         num_moe_experts=shape.experts,
@@ -107,7 +108,8 @@ def build_model(config: MLATransformerConfig, shape: ModelShape) -> GPTModel:
     Needs Megatron's parallel groups.
     """
     model_parallel_cuda_manual_seed(shape.seed, force_reset_rng=True)
-    block = decoder_spec_without_te(config)
+    accept_mla_channels()
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False) if config.mtp_num_layers else None
     return GPTModel(
         config,
