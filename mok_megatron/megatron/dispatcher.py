@@ -20,11 +20,11 @@ class MokTokenDispatcher(MoETokenDispatcher):
         super().__init__(config=config, pg_collection=pg_collection)
         self.hidden_shape: torch.Size | None = None
         self.topk_ids: Tensor | None = None
+        # What a CUDA graph of the router and preprocessing (moe_router, moe_preprocess) hands on beside probs.
+        self.cudagraph_attrs = ["topk_ids"]
 
-    def dispatch_preprocess(
-        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Args: tokens [S, B, H], routing_map and probs [S * B, E] from the router. Returns [S * B, H] and [S * B, K]."""
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Args: tokens [S, B, H], routing_map and probs [S * B, E] of the router. Returns [S * B, H] and [S * B, K]."""
         self.hidden_shape = tokens.shape
         self.topk_ids, weights = routes_from_map(routing_map, probs, self.config.moe_router_topk)
         return tokens.reshape(-1, tokens.shape[-1]), weights

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 from torch.nn import Parameter
@@ -33,10 +34,11 @@ class MokExperts(MegatronModule):
         self.dp_group = pg_collection.expt_dp
         self.mok = mok_config(config)
         hidden, inner = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
-        self.weight1 = self._new_parameter(num_local_experts, 2 * inner, hidden, partition_dim=1)
+        self.weight1 = self._new_parameter(num_local_experts, 2 * inner, hidden, partition_dim=1, stride=2)
         self.weight2 = self._new_parameter(num_local_experts, hidden, inner, partition_dim=2)
         if config.perform_initialization:
             self._initialize()
+        self.register_load_state_dict_pre_hook(_drop_extra_states)
 
     def forward(
         self, tokens: Tensor, topk_ids: Tensor, topk_weights: Tensor, shared: SharedExpert | None = None
@@ -59,28 +61,37 @@ class MokExperts(MegatronModule):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, ShardedTensorFactory]:
+    ) -> dict[str, ShardedTensorFactory | ShardedObject]:
         """Keys and layout of SequentialMLP and TEGroupedMLP: one entry an expert, gate and up apart.
 
-        A factory a parameter (not a tensor an expert), so that optimizers can map their states the same way.
+        A factory a parameter (not a tensor an expert), so that optimizers can map their states the same way. Beside
+        each weight stands an empty `_extra_state`: Megatron's linear layers write one, Transformer Engine's keep FP8
+        scales there, and both refuse to load a checkpoint that has none.
         """
         singleton = (metadata or {}).get("singleton_local_shards", False)
         first = get_pg_rank(self.ep_group) * self.num_local_experts
         total = get_pg_size(self.ep_group) * self.num_local_experts
         layout = _CheckpointLayout(tuple(sharded_offsets), first, total, singleton)
         replica = (0, 0, get_pg_rank(self.dp_group))
-        return {
-            f"{prefix}{name}": layout.factory(f"{prefix}experts", linear, getattr(self, name), parts, replica)
-            for name, linear, parts in (("weight1", "linear_fc1", 2), ("weight2", "linear_fc2", 1))
-        }
+        entries: dict[str, ShardedTensorFactory | ShardedObject] = {}
+        for name, linear, parts in (("weight1", "linear_fc1", 2), ("weight2", "linear_fc2", 1)):
+            key = f"{prefix}experts.{linear}"
+            entries[f"{prefix}{name}"] = layout.factory(f"{key}.weight", getattr(self, name), parts, replica)
+            for expert in range(self.num_local_experts):
+                entries[f"{prefix}{linear}.{expert}.{EXTRA_STATE}"] = layout.extra_state(
+                    f"{key}.{EXTRA_STATE}", first + expert, replica
+                )
+        return entries
 
-    def _new_parameter(self, *shape: int, partition_dim: int) -> Parameter:
+    def _new_parameter(self, *shape: int, partition_dim: int, stride: int = 1) -> Parameter:
         device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
         parameter = Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
         # Every rank of the tensor parallel group holds other experts, so norms must count all of them ...
-        set_tensor_model_parallel_attributes(parameter, True, partition_dim, 1)
-        # ... and gradients are reduced over expert data parallel ranks only.
-        parameter.allreduce = get_pg_size(self.ep_group) == 1  # type: ignore[attr-defined]
+        set_tensor_model_parallel_attributes(parameter, True, partition_dim, stride)
+        # ... and gradients are reduced over expert data parallel ranks: not those of the dense weights as soon as
+        # experts are spread over other ranks, or tensor parallel ranks each bring tokens of their own.
+        own_groups = get_pg_size(self.ep_group) > 1 or self.config.tensor_model_parallel_size > 1
+        parameter.allreduce = not own_groups  # type: ignore[attr-defined]
         return parameter
 
     def _initialize(self) -> None:
@@ -99,19 +110,26 @@ class MokExperts(MegatronModule):
                     method(weight.data[expert])
 
 
+EXTRA_STATE = "_extra_state"
+"""Last part of the keys under which linear layers keep what is not a parameter."""
+
+
+def _drop_extra_states(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    """Before a load: the fused layer has no use for what other linear layers left in the checkpoint."""
+    for key in [key for key in state_dict if key.startswith(prefix) and key.endswith(EXTRA_STATE)]:
+        del state_dict[key]
+
+
 class _CheckpointLayout:
     """Where the experts of this rank stand among all of them."""
 
     def __init__(self, sharded_offsets: tuple, first: int, total: int, singleton: bool) -> None:
         self.sharded_offsets, self.first, self.total, self.singleton = sharded_offsets, first, total, singleton
 
-    def factory(
-        self, prefix: str, linear: str, weight: Tensor, parts: int, replica: tuple[int, int, int]
-    ) -> ShardedTensorFactory:
+    def factory(self, key: str, weight: Tensor, parts: int, replica: tuple[int, int, int]) -> ShardedTensorFactory:
         """`weight` [E_local, parts * n, m] as one sharded tensor an expert and part."""
-        # The factory's own key must differ between optimizer states, which replace this prefix by theirs.
-        key = f"{prefix}.{linear}.weight"
 
+        # The key comes back as an argument, because optimizers put their own prefix before it.
         @torch.no_grad()
         def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
             assert flattened_range is None, "flattened optimizer states are a format that Megatron no longer writes"
@@ -128,21 +146,31 @@ class _CheckpointLayout:
 
         return ShardedTensorFactory(key, weight, build, merge, replica)
 
-    def _piece(
-        self, key: str, piece: Tensor, expert: int, part: int, parts: int, replica_id: Any
-    ) -> ShardedTensor:
-        offsets = self.sharded_offsets
-        if not self.singleton:
-            offsets = (*offsets, (len(offsets), expert, self.total))
-        prepended = len(offsets)
-        if self.singleton:
-            head, _, tail = key.rpartition(".linear_")
-            key = f"{head}.{expert}.linear_{tail}"
-            if parts == 2:
-                return ShardedTensor.from_rank_offsets(
-                    f"{key}_{'wv'[part]}", piece, *offsets, replica_id=replica_id, prepend_axis_num=prepended
-                )
-        part_offset = ((prepended, part, parts),) if parts > 1 else ()
+    def extra_state(self, key: str, expert: int, replica: tuple[int, int, int]) -> ShardedObject:
+        """The empty tensor that Transformer Engine takes for "no FP8 state"."""
+        empty = torch.empty(0, dtype=torch.uint8)
+        return make_sharded_object_for_checkpoint(empty, self._key(key, expert), self._offsets(expert), replica)
+
+    def _piece(self, key: str, piece: Tensor, expert: int, part: int, parts: int, replica_id: Any) -> ShardedTensor:
+        offsets = self._offsets(expert)
+        key = self._key(key, expert)
+        split: tuple = ()
+        if parts > 1 and self.singleton:
+            key += "_" + "wv"[part]
+        elif parts > 1:
+            split = ((len(offsets), part, parts),)
         return ShardedTensor.from_rank_offsets(
-            key, piece, *offsets, *part_offset, replica_id=replica_id, prepend_axis_num=prepended
+            key, piece, *offsets, *split, replica_id=replica_id, prepend_axis_num=len(offsets)
         )
+
+    def _offsets(self, expert: int) -> tuple:
+        """Axes before the weight's own: those of the caller and, unless each expert has a key, the experts."""
+        if self.singleton:
+            return self.sharded_offsets
+        return (*self.sharded_offsets, (len(self.sharded_offsets), expert, self.total))
+
+    def _key(self, key: str, expert: int) -> str:
+        if not self.singleton:
+            return key
+        head, _, tail = key.rpartition(".linear_")
+        return f"{head}.{expert}.linear_{tail}"

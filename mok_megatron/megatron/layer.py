@@ -22,9 +22,8 @@ from mok_megatron.ops import SharedExpert
 class MokMoELayer(MoELayer):
     """Megatron's MoELayer (router, losses, recompute, latent projections unchanged) around `mok_moe`.
 
-    The shared expert joins the operator where its weights are whole on every rank; where tensor parallelism splits
-    them, where it runs beside latent projections, or where its recomputation is asked for, Megatron's own module
-    computes it and the results are added.
+    The shared expert joins the operator where it is a plain SwiGLU whose weights are whole on every rank; elsewhere
+    (`_fuses_shared_expert`) Megatron's own module computes it and the results are added.
     """
 
     def __init__(
@@ -41,13 +40,22 @@ class MokMoELayer(MoELayer):
         with _known_dispatcher(config):
             super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
         self.token_dispatcher = MokTokenDispatcher(config, pg_collection)
-        self.fuse_shared_expert = (
-            type(self.shared_experts) is SharedExpertMLP
-            and get_pg_size(pg_collection.tp) == 1
-            and not config.moe_latent_size
-            and not self.shared_experts_recompute
-        )
+        self.fuse_shared_expert = self._fuses_shared_expert()
         self._shared: SharedExpert | None = None
+
+    def _fuses_shared_expert(self) -> bool:
+        config = self.config
+        graphs = set() if config.cuda_graph_impl == "none" else {module.name for module in config.cuda_graph_modules}
+        return (
+            type(self.shared_experts) is SharedExpertMLP
+            and get_pg_size(self.tp_group) == config.gtp_weight_remat_size == 1
+            and not config.moe_latent_size
+            and config.moe_shared_expert_glu_interleave_size is None
+            # A recomputed shared expert keeps no activations; the operator keeps gate and up.
+            and not self.shared_experts_recompute
+            # Megatron captures the shared expert in the router's graph and expects its output there.
+            and "moe_router" not in graphs
+        )
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
         """The shared expert's output [S, B, H], or None where it is part of the operator."""
@@ -84,8 +92,11 @@ def _before_forward(module: torch.nn.Module) -> None:
     DistributedDataParallel waits in such a hook for the all-gather of the module's parameters
     (--overlap-param-gather); the operator reads those parameters directly.
     """
-    for hook in list(module._forward_pre_hooks.values()):
-        hook(module, ())
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if number in module._forward_pre_hooks_with_kwargs:
+            hook(module, (), {})
+        else:
+            hook(module, ())
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def _build_mok_layer(module: ModuleType) -> None:
     base.__new__ = staticmethod(__new__)
 
 
-def _add_mok_flags(module: ModuleType) -> None:
+def _add_mok_flags(module: Any) -> None:
     original = module.add_megatron_arguments
 
     @functools.wraps(original)

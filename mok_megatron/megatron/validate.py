@@ -16,6 +16,10 @@ from mok_megatron.errors import MokConfigError, Problems
 
 logger = logging.getLogger(__name__)
 
+ELEMENTWISE_OPTIMIZERS = ("adam", "sgd", "lion")
+"""Optimizers that treat every element alike, so that [E_local, n, m] is as good as E_local parameters [n, m].
+Megatron's others (muon, soap, ...) would silently fall back to Adam for a parameter that is not a matrix."""
+
 TITLE = "--moe-token-dispatcher-type mok cannot run this configuration:"
 
 
@@ -85,7 +89,8 @@ def _check_experts(config: Any, problems: Problems) -> None:
         ("moe_router_padding_for_quantization", (False,)),
     ):
         value = getattr(config, name, neutral[0])
-        problems.require(value in neutral, f"{_flag(name)} is {value}", "leave it out: it has no counterpart in the kernel")
+        remedy = "leave it out: it has no counterpart in the kernel"
+        problems.require(value in neutral, f"{_flag(name)} is {value}", remedy)
     ep = config.expert_model_parallel_size
     problems.require(
         config.num_moe_experts % ep == 0,
@@ -99,6 +104,12 @@ def _check_experts(config: Any, problems: Problems) -> None:
         etp == 1,
         f"the experts are split over {etp} tensor parallel ranks",
         "pass --expert-tensor-parallel-size 1; more expert parallelism splits them further",
+    )
+    shards = max(config.expert_tensor_parallel_num_weight_shards or 1, config.expert_gtp_weight_remat_size)
+    problems.require(
+        etp != 1 or shards == 1,
+        f"--expert-tensor-parallel-num-weight-shards {shards} splits the experts' weights",
+        "leave it out; more expert parallelism splits them further",
     )
 
 
@@ -118,12 +129,12 @@ def _check_schedule_of_layer(config: Any, problems: Problems) -> None:
         "take them out: the fused layer keeps no such activations apart",
     )
     modules = config.cuda_graph_modules
-    names = [modules] if isinstance(modules, str) else list(modules or ())
-    inside = {"moe", "moe_preprocess"} & {getattr(name, "name", name) for name in names}
+    listed = modules.split(",") if isinstance(modules, str) else modules if isinstance(modules, list) else [modules]
+    names = {getattr(name, "name", name) for name in listed if name}
     problems.require(
-        not inside,
-        f"--cuda-graph-modules names {', '.join(sorted(inside))}",
-        "capture attn and moe_router, or the full iteration",
+        config.cuda_graph_impl not in ("local", "transformer_engine") or (bool(names) and not names & {"moe", "full"}),
+        f"--cuda-graph-impl {config.cuda_graph_impl} captures the whole MoE layer",
+        "name what to capture: --cuda-graph-modules attn moe_router moe_preprocess",
     )
     problems.require(
         config.transformer_impl != "inference_optimized",
@@ -147,9 +158,7 @@ def _check_precision(config: Any, mok: MokConfig | None, problems: Problems) -> 
     inner = config.moe_ffn_hidden_size or config.ffn_hidden_size
     for name, size in (("hidden size", hidden), ("expert intermediate size", inner)):
         if size is not None:
-            problems.require(
-                size % 64 == 0, f"the {name} {size} is not a multiple of 64", f"use {-(-size // 64) * 64}"
-            )
+            problems.require(size % 64 == 0, f"the {name} {size} is not a multiple of 64", f"use {-(-size // 64) * 64}")
 
 
 def _check_training_arguments(args: argparse.Namespace | None, problems: Problems) -> None:
@@ -159,6 +168,12 @@ def _check_training_arguments(args: argparse.Namespace | None, problems: Problem
         ("moe_use_upcycling", "convert the checkpoint under another dispatcher, then load it under mok"),
     ):
         problems.require(not getattr(args, flag, False), f"{_flag(flag)} is set", remedy)
+    optimizer = getattr(args, "optimizer", "adam")
+    problems.require(
+        optimizer in ELEMENTWISE_OPTIMIZERS,
+        f"--optimizer {optimizer} treats each weight matrix as a whole, and the experts of a rank are one parameter",
+        f"choose one of {', '.join(ELEMENTWISE_OPTIMIZERS)}",
+    )
 
 
 def _flag(name: str) -> str:
