@@ -48,6 +48,11 @@ class StageMemory:
         return sum(self.items.values())
 
 
+def optimizer_bytes(bf16_moments: bool) -> int:
+    """Optimizer state of one parameter: the fp32 weight and two moments, in fp32 or bf16."""
+    return 8 if bf16_moments else 12
+
+
 def memory_limit(cluster: ClusterConfig) -> float:
     """Bytes of a GPU that a plan may use."""
     return cluster.gpu.memory_gb * 1e9 * (1 - FRAGMENTATION)
@@ -98,7 +103,7 @@ def stage_memory(
     moe = model.moe
     tokens = training.micro_batch * moe.sequence_length // (sizes.tp * sizes.cp)
     dense, experts = stage_parameters(model, sizes, content)
-    optimizer = 8 if training.bf16_moments else 12
+    optimizer = optimizer_bytes(training.bf16_moments)
     dense_shards, expert_shards = sizes.dp * sizes.cp, sizes.edp
     items: dict[str, float] = {
         "dense weights (bf16)": dense * 2,

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mok_megatron.plan.memory import RECOMPUTE, StageMemory, Training, memory_limit, stage_memory
+from mok_megatron.plan.memory import RECOMPUTE, StageMemory, Training, memory_limit, optimizer_bytes, stage_memory
+from mok_megatron.plan.parameters import total_parameters
 from mok_megatron.plan.request import (
     PlanError,
     Request,
@@ -262,7 +263,7 @@ def _no_plan(request: Request, smallest: Plan | None) -> str:
 
 def nearest_that_fits(request: Request) -> str | None:
     """The smallest larger job for which the request has a plan, as the flag that asks for it; None: none found."""
-    cluster = request.cluster
+    cluster, by_domain = request.cluster, request.domains is not None
     if request.domains is not None:
         flag, unit, start = "--racks", 1, request.domains
         most = cluster.domain.limit or MAX_GPUS // cluster.domain_gpus
@@ -271,8 +272,12 @@ def nearest_that_fits(request: Request) -> str | None:
         flag, unit, start = "--gpus", step, -(-(request.gpus or 1) // step)
         most = (cluster.domain.limit or MAX_GPUS) * (cluster.domain_gpus if cluster.domain.limit else 1) // step
 
+    # Each parameter is held somewhere, once at least: a bound that spares most of the search.
+    states = total_parameters(request.model) * (6 + optimizer_bytes(request.bf16_moments))
+
     def works(count: int) -> bool:
-        by_domain = request.domains is not None
+        if states > count * unit * (cluster.domain_gpus if by_domain else 1) * memory_limit(cluster):
+            return False
         asked = dataclasses.replace(
             request, gpus=None if by_domain else count * unit, domains=count if by_domain else None
         )
