@@ -18,9 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="architectures, separated by commas: 90a (H100, H200), 100a (B200, GB200), 103a (B300, GB300); "
         "default: that of the GPU in this machine",
     )
-    parser.add_argument(
-        "--jobs", type=int, help="compilations at once; default: the cores, fewer if memory is short"
-    )
+    parser.add_argument("--jobs", type=int, help="compilations at once; default: the cores, fewer if memory is short")
     parser.add_argument("--force", action="store_true", help="compile again what the cache has")
     parser.add_argument(
         "--verbose",

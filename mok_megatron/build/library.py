@@ -49,9 +49,7 @@ def local_architecture() -> Architecture:
     import torch
 
     if not torch.cuda.is_available():
-        raise BuildError(
-            "no CUDA device here; name the architecture to build for: mok-megatron build --arch 90a"
-        )
+        raise BuildError("no CUDA device here; name the architecture to build for: mok-megatron build --arch 90a")
     return sources.architecture_of(torch.cuda.get_device_capability())
 
 
@@ -171,7 +169,7 @@ class _Build:
         ]
         commands = []
         for unit in self.files.units:
-            made_from = repr((self.files.hash((unit,)), flags, self.recipe.nvcc, self.recipe.cutlass))
+            made_from = repr((self.files.unit_hash(unit), flags, self.recipe.nvcc, self.recipe.cutlass))
             output = objects / f"{hashlib.sha256(made_from.encode()).hexdigest()[:20]}.o"
             label = f"{unit.relative_to(self.files.root)} for sm_{arch}"
             commands.append(compiler.Command(label, [nvcc, *flags, *self.extra, "-c", str(unit)], output))

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ ARCHITECTURES = {
 
 # Sources under kernels/ that are not part of the library, as path relative to kernels/ -> why.
 NOT_IN_LIBRARY: dict[str, str] = {}
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s*(".*?"|<.*?>|\w+)', re.MULTILINE)
 
 HEADER_SUFFIXES = (".cuh", ".h", ".hpp", ".inl")
 
@@ -76,10 +79,36 @@ class Sources:
     units: tuple[Path, ...]
     headers: tuple[Path, ...]
 
-    def hash(self, units: tuple[Path, ...] | None = None) -> str:
-        """SHA-256 (hex) of the names and contents of ``units`` (default: all) and of every header."""
+    def hash(self) -> str:
+        """SHA-256 (hex) of the names and contents of every unit and header: that of the library."""
+        return self._hash(*self.units, *self.headers)
+
+    def unit_hash(self, unit: Path) -> str:
+        """The same of one unit and the headers that it includes, so that an edit recompiles what it touches."""
+        return self._hash(unit, *self.included(unit))
+
+    def included(self, unit: Path) -> tuple[Path, ...]:
+        """Headers under ``root`` that ``unit`` includes, directly or through others, under any condition.
+
+        Every header where an include is computed by a macro, since its name is then not in the text.
+        """
+        found: set[Path] = set()
+        waiting = [unit]
+        while waiting:
+            path = waiting.pop()
+            for name in _INCLUDE.findall(path.read_text()):
+                if not name.startswith(('"', "<")):
+                    return self.headers
+                for folder in (path.parent, self.root):
+                    header = Path(os.path.normpath(folder / name[1:-1]))
+                    if header in self.headers and header not in found:
+                        found.add(header)
+                        waiting.append(header)
+        return tuple(sorted(found))
+
+    def _hash(self, *paths: Path) -> str:
         digest = hashlib.sha256()
-        for path in (*(self.units if units is None else units), *self.headers):
+        for path in paths:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(self.root)}\0{len(content)}\0".encode())
             digest.update(content)
@@ -90,9 +119,7 @@ def find_sources(root: Path | None = None) -> Sources:
     """Every .cu file under ``root`` (default: the kernels/ folder) except those in NOT_IN_LIBRARY."""
     root = data_folder("kernels") if root is None else root
     files = sorted(path for path in root.rglob("*") if path.is_file())
-    units = tuple(
-        path for path in files if path.suffix == ".cu" and str(path.relative_to(root)) not in NOT_IN_LIBRARY
-    )
+    units = tuple(path for path in files if path.suffix == ".cu" and str(path.relative_to(root)) not in NOT_IN_LIBRARY)
     if not units:
         raise BuildError(f"no CUDA sources (*.cu) under {root}: reinstall the package")
     return Sources(root, units, tuple(path for path in files if path.suffix in HEADER_SUFFIXES))

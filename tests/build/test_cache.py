@@ -38,9 +38,7 @@ def test_without_a_compiler_the_sources_decide(stored: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"a librarx", b"a libr", b""])
-def test_a_damaged_library_counts_as_missing_and_is_replaced(
-    stored: Path, damage: bytes, tmp_path: Path
-) -> None:
+def test_a_damaged_library_counts_as_missing_and_is_replaced(stored: Path, damage: bytes, tmp_path: Path) -> None:
     stored.write_bytes(damage)
     assert cache.find(RECIPE) is None
     again = tmp_path / "again.so"
@@ -71,9 +69,7 @@ def test_nothing_of_another_user_is_loaded(stored: Path) -> None:
         cache.find(RECIPE)
 
 
-def test_a_folder_that_cannot_be_created_names_the_variable(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_created_names_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MOK_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(BuildError, match="cannot create .* Set MOK_CACHE_DIR"):

@@ -26,6 +26,21 @@ def test_hash_follows_contents_and_names_but_not_notes(kernels: Path) -> None:
     assert len({first, second, digest()}) == 3
 
 
+def test_a_unit_depends_on_the_headers_it_includes_and_on_no_others(kernels: Path) -> None:
+    (kernels / "comm" / "wait.cuh").write_text('#include "../tile.cuh"\n#include <cute/tensor.hpp>\n')
+    (kernels / "comm" / "pull.cu").write_text('#if X\n#  include "comm/wait.cuh"\n#endif\n')
+    (kernels / "other.cuh").write_text("")
+    found = sources.find_sources(kernels)
+    pull, forward = found.units
+    assert {path.name for path in found.included(pull)} == {"wait.cuh", "tile.cuh"}
+    assert {path.name for path in found.included(forward)} == {"tile.cuh"}
+    before = found.unit_hash(pull), found.unit_hash(forward)
+    (kernels / "comm" / "wait.cuh").write_text("// edited\n")
+    assert found.unit_hash(pull) != before[0] and found.unit_hash(forward) == before[1]
+    (kernels / "comm" / "pull.cu").write_text("#include CONFIGURED\n")
+    assert found.included(pull) == found.headers
+
+
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="no CUDA sources"):
         sources.find_sources(tmp_path)
