@@ -112,14 +112,15 @@ def test_macrobatch_size_and_repetition_change_no_bit(dtype: torch.dtype) -> Non
 
 
 def test_the_sum_over_k_runs_in_fp32_in_the_order_of_k() -> None:
-    # One hidden unit, equal experts: every route yields x * 1. In another order, or in bf16, 1e8 swallows the ones.
-    ones = torch.ones(1, 1, dtype=torch.bfloat16)
-    w1 = torch.stack([torch.tensor([[40.0], [1 / 40]])]).bfloat16()
-    hidden = (torch.nn.functional.silu(w1[0, 0].float()) * w1[0, 1].float()).bfloat16()
-    out = float(hidden.item())
-    weights = torch.tensor([[1e8, -1e8, 1.0, 1.0]])
-    y = mok_moe(ones, torch.zeros(1, 4, dtype=torch.int64), weights, w1, ones.unsqueeze(0), config=REFERENCE)
-    assert y.item() == torch.tensor(2 * out).bfloat16().item()
+    # One hidden unit, one expert: every route yields about 1. In another order, or in bf16, 1e8 swallows the ones.
+    x = torch.ones(1, 1, dtype=torch.bfloat16)
+    w1, w2 = torch.tensor([[[40.0], [1 / 40]]]).bfloat16(), torch.ones(1, 1, 1, dtype=torch.bfloat16)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+
+    def weighted(*weights: float) -> float:
+        return mok_moe(x, ids, torch.tensor([weights]), w1, w2, config=REFERENCE).item()
+
+    assert weighted(1e8, -1e8, 1, 1) == weighted(0, 0, 1, 1) == pytest.approx(2, rel=0.02)
 
 
 def test_a_poisoned_token_reaches_nobody_else() -> None:

@@ -127,6 +127,6 @@ def test_worst_case_capacity_is_reached_and_never_exceeded(ranks, max_tokens, to
 
 
 def test_more_routes_than_int32_holds_are_refused() -> None:
-    ids = torch.zeros(1, 1, 1, dtype=torch.int32).expand(64, 2**22, 8)
+    ids = torch.empty(64, 2**22, 8, dtype=torch.int32, device="meta")
     with pytest.raises(MokCapacityError, match="int32"):
         build_schedule(ids, 0, 1)
