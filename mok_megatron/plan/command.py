@@ -7,11 +7,20 @@ import json
 import sys
 from pathlib import Path
 
-from mok_megatron.config import add_flags, config_from_args
+from mok_megatron.config import config_from_args
 from mok_megatron.configs import cluster_names, load_cluster, load_model, model_names
 from mok_megatron.errors import MokError
 
 HELP = "parallel sizes, placement, memory and time for a model and cluster"
+
+# Settings of the fused layer that change what a plan costs; the others of `--mok-*` do not.
+MOK_FLAGS = {
+    "--mok-minibatch-size": "routed rows a minibatch, as in training",
+    "--mok-macrobatch-size": "routed rows that a layer keeps, as in training",
+    "--mok-capacity-rows": "routed rows that a schedule holds, as in training",
+    "--mok-fwd-comm-sms": "communication SMs of the forward; default: chosen",
+    "--mok-bwd-comm-sms": "communication SMs of the backward; default: chosen",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bf16-moments", action="store_true", help="optimizer moments in bf16, as in DeepSeek-V3's report"
     )
-    parser.add_argument("--comm-sms", type=int, help="communication SMs that the times assume; default: the best")
+    for flag, text in MOK_FLAGS.items():
+        parser.add_argument(flag, type=int, help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--png", metavar="FILE", help="draw the racks, GPUs coloured by expert group")
     parser.add_argument(
         "--output", metavar="DIR", help="write plan.txt, plan.json, racks.png, job.sh, node.sh and topology.conf there"
     )
     parser.add_argument("--list", action="store_true", help="list the models and clusters, and exit")
-    add_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
         global_batch=args.global_batch,
         recompute=args.recompute,
         bf16_moments=args.bf16_moments,
-        comm_sms=args.comm_sms,
+        comm_sms=(args.mok_fwd_comm_sms, args.mok_bwd_comm_sms),
         config=config_from_args(args),
     )
     plan = make_plan(request)

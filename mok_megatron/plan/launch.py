@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 
+from mok_megatron.config import MokConfig, flag_name
 from mok_megatron.plan.search import Plan
 from mok_megatron.plan.stages import layout_string
 
@@ -32,6 +33,11 @@ def megatron_arguments(plan: Plan) -> list[str]:
         words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     elif training.recompute == "moe":
         words += ["--recompute-granularity", "selective", "--recompute-modules", "moe"]
+    default = MokConfig()
+    for name in ("minibatch_size", "macrobatch_size", "capacity_rows"):
+        value = getattr(training.config, name)
+        if value != getattr(default, name):
+            words += [flag_name(name), str(value)]
     words += ["--mok-fwd-comm-sms", str(plan.times.moe_forward.comm_sms)]
     words += ["--mok-bwd-comm-sms", str(plan.times.moe_backward.comm_sms)]
     return words

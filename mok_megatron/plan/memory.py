@@ -58,36 +58,62 @@ def memory_limit(cluster: ClusterConfig) -> float:
     return cluster.gpu.memory_gb * 1e9 * (1 - FRAGMENTATION)
 
 
+def capacity_rows(model: ModelConfig, ep: int, tokens: int, config: MokConfig) -> int:
+    """Rows that a rank's schedule can hold: --mok-capacity-rows, or what no routing can exceed.
+
+    The arithmetic of `mok_megatron.ops.schedule.worst_case_capacity`, here without importing torch.
+    """
+    if config.capacity_rows is not None:
+        return config.capacity_rows
+    routes = ep * routed_rows(model, tokens)
+    padding = min(model.moe.num_experts // ep, routes) * (TILE_ROWS - 1)
+    return (routes + padding) // TILE_ROWS * TILE_ROWS
+
+
+def ring_rows(model: ModelConfig, ep: int, tokens: int, config: MokConfig) -> int:
+    """Rows of a macrobatch; a ring larger than the schedule would never fill."""
+    minibatches = -(-capacity_rows(model, ep, tokens, config) // config.minibatch_size)
+    return min(config.macrobatch_rows(routed_rows(model, tokens)), minibatches * config.minibatch_size)
+
+
 def workspace(model: ModelConfig, ep: int, tokens: int, config: MokConfig) -> dict[str, float]:
     """The fused layer's buffers, one set an expert group, shared by all layers: name -> bytes.
+
+    The large items of ``kernels/layout.h``; flags, counters and alignment are left out (a test compares the sums).
 
     Args:
         tokens: T, tokens of this rank.
     """
     moe = model.moe
-    hidden, inner = moe.hidden_size, moe.moe_ffn_hidden_size
+    hidden, inner, shared = moe.hidden_size, moe.moe_ffn_hidden_size, moe.shared_expert_intermediate_size
     rows = routed_rows(model, tokens)
-    ring = config.macrobatch_rows(rows)
-    capacity = ep * rows + moe.num_experts // ep * (TILE_ROWS - 1)
-    return {
-        "symmetric: rows for the peers to pull (x or dY) [T, H] bf16": tokens * hidden * BF16,
+    ring = ring_rows(model, ep, tokens, config)
+    evicts = capacity_rows(model, ep, tokens, config) > ring
+    inputs = (1 + evicts) * tokens * hidden * BF16 if ep > 1 else 0
+    items: dict[str, float] = {
+        "symmetric: rows for the peers to pull [T, H] bf16, x and dY": inputs,
         "symmetric: slots that peers push into [T x K, H] bf16": rows * hidden * BF16,
-        "symmetric: routes of all ranks [EP, T, K] int32": ep * rows * 4,
-        "schedule: row_source [EP x T x K + padding] int32": capacity * 4,
-        "ring: pulled rows of dY [macrobatch, H] bf16": ring * hidden * BF16,
-        "ring: hidden and its gradients [macrobatch, 3I] bf16": ring * 3 * inner * BF16,
+        "symmetric: routes and weights of all ranks [EP, T, K]": ep * rows * 8,
+        "ring: rows of dY [macrobatch, H] bf16": ring * hidden * BF16,
+        "ring: hidden and gradients [macrobatch, 3I] bf16": ring * 3 * inner * BF16,
+        "shared expert [T, 3Is + H] bf16": tokens * (3 * shared + hidden) * BF16 if shared else 0,
     }
+    if evicts:
+        tiles = -(-2 * inner // 128) * -(-hidden // 256) + -(-hidden // 128) * -(-inner // 256)
+        items["sums of an expert that a macrobatch cuts, fp32"] = tiles * 128 * 256 * 4
+    return items
 
 
-def moe_activations(model: ModelConfig, tokens: int, config: MokConfig) -> dict[str, float]:
+def moe_activations(model: ModelConfig, ep: int, tokens: int, config: MokConfig) -> dict[str, float]:
     """What one MoE layer keeps of one microbatch: name -> bytes. Bounded by the macrobatch, whatever the routing."""
     moe = model.moe
-    kept = config.macrobatch_rows(routed_rows(model, tokens))
+    kept = ring_rows(model, ep, tokens, config)
     return {
-        "rows": kept * moe.hidden_size * BF16,
-        "gate and up": kept * 2 * moe.moe_ffn_hidden_size * BF16,
-        "shared expert": tokens * 2 * moe.shared_expert_intermediate_size * BF16,
-        "router": tokens * (4 * moe.num_experts + 8 * moe.topk),
+        "rows [macrobatch, H] bf16": kept * moe.hidden_size * BF16,
+        "gate and up [macrobatch, 2I] bf16": kept * 2 * moe.moe_ffn_hidden_size * BF16,
+        "shared expert's gate and up [T, 2Is] bf16": tokens * 2 * moe.shared_expert_intermediate_size * BF16,
+        "schedule, 8 bytes a row of its capacity": capacity_rows(model, ep, tokens, config) * 8,
+        "router logits and routes, fp32": tokens * (4 * moe.num_experts + 8 * moe.topk),
     }
 
 
@@ -116,7 +142,7 @@ def stage_memory(
     block = 4 * moe.hidden_size * BF16 * tokens  # input and output of the two norms
     attention = parameters.attention_activations(model) * BF16 * tokens
     dense_mlp = 3 * moe.dense_ffn_hidden_size * BF16 * tokens
-    routed = sum(moe_activations(model, tokens, training.config).values())
+    routed = sum(moe_activations(model, sizes.ep, tokens, training.config).values())
     per_moe_layer, per_dense_layer = block + attention + routed, block + attention + dense_mlp
     working = 0.0
     if training.recompute == "moe":

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from mok_megatron.plan import launch, parameters
-from mok_megatron.plan.memory import FRAGMENTATION, memory_limit, moe_activations, workspace
+from mok_megatron.plan.memory import FRAGMENTATION, memory_limit, moe_activations, ring_rows, workspace
 from mok_megatron.plan.placed import ExpertGroup, expert_groups, group_proof
 from mok_megatron.plan.search import Plan, nearest_that_fits
 from mok_megatron.plan.stages import layout_string
-from mok_megatron.plan.timing import ATTENTION_SHARE, FORMULAS, MoeTime, routed_rows
+from mok_megatron.plan.timing import ATTENTION_SHARE, FORMULAS, MoeTime
 
 GB = 1e9
 MAX_GROUPS = 8
@@ -140,8 +140,8 @@ def _memory(plan: Plan) -> str:
     rows.append((limit, memory_limit(plan.request.cluster) / GB))
     model, config = plan.request.model, plan.training.config
     parts = [(name, value / GB) for name, value in workspace(model, plan.sizes.ep, _tokens(plan), config).items()]
-    kept = [(name, value / GB) for name, value in moe_activations(model, _tokens(plan), config).items()]
-    ring = config.macrobatch_rows(routed_rows(model, _tokens(plan)))
+    kept = [(name, value / GB) for name, value in moe_activations(model, plan.sizes.ep, _tokens(plan), config).items()]
+    ring = ring_rows(model, plan.sizes.ep, _tokens(plan), config)
     return (
         table(["item", "GB"], rows)
         + f"\n\n  The fused layer's workspace, shared by all layers (macrobatch {ring:,} rows):\n"
@@ -258,7 +258,7 @@ def as_dictionary(plan: Plan) -> dict[str, Any]:
             "items": plan.worst.items,
             "total_by_stage": [stage.total for stage in plan.memory],
             "workspace": workspace(model, sizes.ep, _tokens(plan), plan.training.config),
-            "kept_by_a_moe_layer": moe_activations(model, _tokens(plan), plan.training.config),
+            "kept_by_a_moe_layer": moe_activations(model, sizes.ep, _tokens(plan), plan.training.config),
         },
         "traffic": [{"name": item.name, "nvlink": item.nvlink, "network": item.network} for item in plan.traffic],
         "times": {

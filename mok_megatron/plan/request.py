@@ -8,6 +8,7 @@ from mok_megatron.config import MokConfig
 from mok_megatron.configs import ClusterConfig, ModelConfig
 from mok_megatron.errors import MokConfigError, Problems
 from mok_megatron.plan.memory import RECOMPUTE
+from mok_megatron.plan.timing import CommSms
 from mok_megatron.topology import ParallelSizes
 
 DEFAULT_GLOBAL_BATCH = 4096
@@ -37,7 +38,8 @@ class Request:
     global_batch: int | None = None
     recompute: str | None = None
     bf16_moments: bool = False
-    comm_sms: int | None = None
+    comm_sms: CommSms = (None, None)
+    """Of forward and backward; None: chosen."""
     config: MokConfig = field(default_factory=MokConfig)
 
 
@@ -49,7 +51,7 @@ def check_request(request: Request) -> None:
         problems.add("neither --gpus nor --racks is given", "give one of them")
     if request.gpus is not None and request.domains is not None:
         problems.add("--gpus and --racks are both given", "give one of them")
-    for name in ("gpus", "domains", "tp", "cp", "ep", "pp", "micro_batch", "global_batch", "comm_sms"):
+    for name in ("gpus", "domains", "tp", "cp", "ep", "pp", "micro_batch", "global_batch"):
         value = getattr(request, name)
         flag = "--" + ("racks" if name == "domains" else name.replace("_", "-"))
         problems.require(value is None or value >= 1, f"{flag} is {value}", "give at least 1")
@@ -109,11 +111,12 @@ def check_request(request: Request) -> None:
             f"--pp {request.pp} is more than the {moe.num_layers} layers of {model.title}",
             f"give at most {moe.num_layers}",
         )
-    problems.require(
-        request.comm_sms is None or request.comm_sms < cluster.gpu.sms,
-        f"--comm-sms {request.comm_sms} leaves none of the {cluster.gpu.sms} SMs for the products",
-        f"give less than {cluster.gpu.sms}",
-    )
+    for flag, sms in zip(("--mok-fwd-comm-sms", "--mok-bwd-comm-sms"), request.comm_sms, strict=True):
+        problems.require(
+            sms is None or 0 <= sms < cluster.gpu.sms,
+            f"{flag} {sms} leaves none of the {cluster.gpu.sms} SMs of a {cluster.gpu.name} for the products",
+            f"give 0 to {cluster.gpu.sms - 1}",
+        )
     problems.require(
         request.recompute is None or request.recompute in RECOMPUTE,
         f"--recompute {request.recompute!r} is unknown",

@@ -13,6 +13,8 @@ from mok_megatron.plan import parameters
 BF16 = 2
 ATTENTION_SHARE = 0.5
 """Share of the bf16 peak that a fused attention kernel reaches: an assumption, not measured here."""
+CommSms = tuple[int | None, int | None]
+"""Communication SMs of forward and backward; None: the plan chooses."""
 MAX_COMM_SMS = 16
 COMM_TOLERANCE = 1.005
 """The least communication SMs within this factor of the shortest total are taken."""
@@ -78,13 +80,14 @@ def moe_times(
     ep: int,
     tokens: int,
     config: MokConfig,
-    comm_sms: int | None = None,
+    comm_sms: CommSms = (None, None),
 ) -> tuple[MoeTime, MoeTime]:
     """Forward and backward of the fused MoE layer (router excluded), by `FORMULAS`.
 
     Args:
         tokens: T, tokens of this rank.
-        comm_sms: communication SMs of both directions; None: the fewest within COMM_TOLERANCE of the shortest total.
+        comm_sms: communication SMs of forward and backward; 0: idle warps of the others pull, at the link's rate;
+            None: the fewest within COMM_TOLERANCE of the shortest total.
     """
     moe, gpu, rates = model.moe, cluster.gpu, cluster.rates
     hidden, inner, shared = moe.hidden_size, moe.moe_ffn_hidden_size, moe.shared_expert_intermediate_size
@@ -105,7 +108,7 @@ def moe_times(
 
     def direction(passes: int, sms: int) -> MoeTime:
         rate = product_rate * (1 - sms / gpu.sms)
-        pulling = min(pull, sms * pull_of_sm)
+        pulling = min(pull, sms * pull_of_sm) if sms else pull
         cover = passes * shared_flops / rate
         return MoeTime(
             products=passes * flops / rate,
@@ -115,14 +118,14 @@ def moe_times(
             comm_sms=sms,
         )
 
-    def best(passes: int) -> MoeTime:
-        if comm_sms is not None:
-            return direction(passes, comm_sms)
+    def best(passes: int, sms: int | None) -> MoeTime:
+        if sms is not None:
+            return direction(passes, sms)
         times = [direction(passes, sms) for sms in range(1, MAX_COMM_SMS + 1)]
         good = COMM_TOLERANCE * min(time.total for time in times)
         return next(time for time in times if time.total <= good)
 
-    return best(1), best(2)
+    return best(1, comm_sms[0]), best(2, comm_sms[1])
 
 
 def layer_times(
@@ -134,7 +137,7 @@ def layer_times(
     ep: int,
     micro_batch: int,
     config: MokConfig,
-    comm_sms: int | None = None,
+    comm_sms: CommSms = (None, None),
 ) -> LayerTimes:
     """Times of each kind of layer for one microbatch on one GPU."""
     moe, gpu, rates = model.moe, cluster.gpu, cluster.rates

@@ -1,16 +1,30 @@
 """Predicted times, memory and traffic against measurements, hand counts and each other."""
 
 import dataclasses
+import shutil
+import subprocess
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mok_megatron.config import MokConfig
 from mok_megatron.configs import load_cluster, load_model
+from mok_megatron.ops.schedule import worst_case_capacity
 from mok_megatron.plan import parameters
-from mok_megatron.plan.memory import Training, memory_limit, moe_activations, stage_memory, workspace
+from mok_megatron.plan.memory import (
+    Training,
+    capacity_rows,
+    memory_limit,
+    moe_activations,
+    ring_rows,
+    stage_memory,
+    workspace,
+)
 from mok_megatron.plan.stages import Stage
 from mok_megatron.plan.timing import moe_times
 from mok_megatron.plan.traffic import step_traffic
+from mok_megatron.resources import data_folder
 from mok_megatron.topology import ParallelSizes, Placement
 
 CONFIG = MokConfig()
@@ -41,7 +55,7 @@ def shaped(tokens, hidden, inner, experts, topk, shared=0):
 @pytest.mark.parametrize(("tokens", "hidden", "inner", "experts", "topk", "measured_ms"), MEASURED)
 def test_products_agree_with_the_measured_grouped_products(tokens, hidden, inner, experts, topk, measured_ms):
     model, cluster = shaped(tokens, hidden, inner, experts, topk), load_cluster("h200_x2")
-    forward, backward = moe_times(model, cluster, 2, tokens, CONFIG, comm_sms=1)
+    forward, backward = moe_times(model, cluster, 2, tokens, CONFIG, comm_sms=(1, 1))
     # Rates differ by shape (571 to 728 TFLOP/s were seen); the plan has one rate for all.
     assert forward.products * 1e3 == pytest.approx(measured_ms, rel=0.20)
     assert backward.products == pytest.approx(2 * forward.products)
@@ -68,7 +82,7 @@ def test_one_rank_has_no_communication():
 
 def test_a_few_communication_sms_bound_the_time():
     model, cluster = load_model("deepseek_v3"), load_cluster("gb300_nvl72")
-    totals = [moe_times(model, cluster, 64, 4096, CONFIG, comm_sms=sms)[0].total for sms in (1, 2, 4, 16, 64)]
+    totals = [moe_times(model, cluster, 64, 4096, CONFIG, comm_sms=(sms, sms))[0].total for sms in (1, 2, 4, 16, 64)]
     assert totals[0] > totals[1] > totals[2]  # bound by the pull
     assert totals[4] > totals[3]  # bound by the SMs that the products lose
     best = moe_times(model, cluster, 64, 4096, CONFIG)[0]
@@ -115,21 +129,69 @@ def test_recomputation_saves_memory():
     assert totals[0] > totals[1] > totals[2]
 
 
-def test_workspace_is_counted_from_its_shapes():
+@pytest.mark.parametrize("macrobatch", [None, 8192])
+@pytest.mark.parametrize("ep", [1, 8, 64])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_30b_a3b"])
+def test_workspace_is_what_the_kernel_lays_out(name, ep, macrobatch, layout_bytes):
+    model, config, tokens = load_model(name), MokConfig(macrobatch_size=macrobatch), 4096
+    moe = model.moe
+    heap, scratch = layout_bytes(
+        ranks=ep,
+        max_tokens=tokens,
+        hidden=moe.hidden_size,
+        intermediate=moe.moe_ffn_hidden_size,
+        shared_intermediate=moe.shared_expert_intermediate_size,
+        experts_local=moe.num_experts // ep,
+        topk=moe.topk,
+        capacity_rows=capacity_rows(model, ep, tokens, config),
+        ring_rows=ring_rows(model, ep, tokens, config),
+        minibatch_rows=config.minibatch_size,
+    )
+    items = workspace(model, ep, tokens, config)
+    symmetric = sum(size for item, size in items.items() if item.startswith("symmetric"))
+    assert symmetric == pytest.approx(heap, rel=0.02)
+    assert sum(items.values()) - symmetric == pytest.approx(scratch, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def layout_bytes(tmp_path_factory):
+    """Bytes of (symmetric heap, scratch) by kernels/layout.h itself, compiled for the host."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler to read kernels/layout.h")
+    fields = (
+        "ranks max_tokens hidden intermediate shared_intermediate experts_local topk capacity_rows ring_rows "
+        "minibatch_rows"
+    )
+    folder = tmp_path_factory.mktemp("layout")
+    reads = " ".join(f"s.{field} = atoi(argv[{i}]);" for i, field in enumerate(fields.split(), 1))
+    (folder / "sizes.cpp").write_text(
+        '#include <cstdio>\n#include <cstdlib>\n#include "layout.h"\n'
+        "int main(int, char** argv) { MokShape s{}; " + reads + " "
+        'printf("%zu %zu", mok::SymmetricLayout(s).bytes, mok::ScratchLayout(s).bytes); }'
+    )
+    command = [compiler, "-std=c++17", "-I", str(data_folder("kernels")), "sizes.cpp", "-o", "sizes"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120)
+
+    def sizes(**values):
+        words = [str(values[field]) for field in fields.split()]
+        run = subprocess.run([folder / "sizes", *words], capture_output=True, text=True, check=True, timeout=30)
+        return tuple(map(int, run.stdout.split()))
+
+    return sizes
+
+
+@given(ep=st.sampled_from([1, 2, 8, 64]), tokens=st.integers(1, 5000))
+def test_capacity_is_what_no_routing_can_exceed(ep, tokens):
     model = load_model("deepseek_v3")
-    config = MokConfig(macrobatch_size=8192)
-    items = workspace(model, 64, 4096, config)
-    assert list(items.values()) == [
-        4096 * 7168 * 2,
-        4096 * 8 * 7168 * 2,
-        64 * 4096 * 8 * 4,
-        (64 * 4096 * 8 + 4 * 127) * 4,
-        8192 * 7168 * 2,
-        8192 * 3 * 2048 * 2,
-    ]
-    kept = moe_activations(model, 4096, config)
-    assert kept["rows"] == 8192 * 7168 * 2
-    assert kept["gate and up"] == 8192 * 2 * 2048 * 2
+    expected = worst_case_capacity(ep, tokens, 8, 256 // ep)
+    assert capacity_rows(model, ep, tokens, CONFIG) == expected
+
+
+def test_a_layer_keeps_a_macrobatch_and_no_more():
+    model, config = load_model("deepseek_v3"), MokConfig(macrobatch_size=8192)
+    kept = list(moe_activations(model, 64, 4096, config).values())
+    assert kept[:3] == [8192 * 7168 * 2, 8192 * 4096 * 2, 4096 * 4096 * 2]
 
 
 def placed(sizes, per_domain=64):

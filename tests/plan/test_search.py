@@ -119,10 +119,10 @@ def test_the_plan_is_the_fastest_within_the_tolerance():
 
 
 def test_given_sizes_are_kept():
-    plan = plan_of("deepseek_v3", "gb300_nvl72", domains=4, tp=2, cp=2, ep=32, pp=4, recompute="full", comm_sms=7)
+    plan = plan_of("deepseek_v3", "gb300_nvl72", domains=4, tp=2, cp=2, ep=32, pp=4, recompute="full", comm_sms=(7, 9))
     sizes = plan.sizes
     assert (sizes.tp, sizes.cp, sizes.ep, sizes.pp, plan.training.recompute) == (2, 2, 32, 4, "full")
-    assert plan.times.moe_forward.comm_sms == plan.times.moe_backward.comm_sms == 7
+    assert (plan.times.moe_forward.comm_sms, plan.times.moe_backward.comm_sms) == (7, 9)
 
 
 def test_a_smaller_macrobatch_needs_less_memory():
@@ -146,7 +146,7 @@ def test_a_smaller_macrobatch_needs_less_memory():
         ({"domains": 4, "cp": 3}, "--cp 3: the sequence of 4096 tokens"),
         ({"domains": 4, "pp": 62}, "--pp 62 is more than the 61 layers"),
         ({"domains": 4, "recompute": "some"}, "--recompute 'some' is unknown"),
-        ({"domains": 4, "comm_sms": 148}, "--comm-sms 148 leaves none of the 148 SMs"),
+        ({"domains": 4, "comm_sms": (148, None)}, "--mok-fwd-comm-sms 148 leaves none of the 148 SMs"),
         (
             {"domains": 4, "global_batch": 1001},
             "not a multiple of DP x micro-batch = .*the nearest that work: 960 or 1024",

@@ -50,11 +50,10 @@ def test_the_fullest_stage_is_as_light_as_can_be(kinds, mtp, last_cost, data):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2_7_code", "glm_5_2", "qwen3_5_397b_a17b", "tiny"])
-@pytest.mark.parametrize("stages", [1, 2, 4, 13, 61])
-def test_megatron_reads_the_layout(name, stages):
+@pytest.mark.parametrize("most_stages", [1, 2, 4, 13, 61])
+def test_megatron_reads_the_layout(name, most_stages):
     model = load_model(name)
-    if stages > model.moe.num_layers:
-        pytest.skip(f"{name} has {model.moe.num_layers} layers")
+    stages = min(most_stages, model.moe.num_layers)
     split = split_layers(layer_kinds(model), COSTS, stages, 0.0, 2.0)
     text = layout_string(split)
     parsed = PipelineParallelLayerLayout.parse_str_to_list(text)
