@@ -118,7 +118,7 @@ def test_the_sum_over_k_runs_in_fp32_in_the_order_of_k() -> None:
     ids = torch.zeros(1, 4, dtype=torch.int64)
 
     def weighted(*weights: float) -> float:
-        return mok_moe(x, ids, torch.tensor([weights]), w1, w2, config=REFERENCE).item()
+        return mok_moe(x, ids, torch.tensor([weights], dtype=torch.float32), w1, w2, config=REFERENCE).item()
 
     assert weighted(1e8, -1e8, 1, 1) == weighted(0, 0, 1, 1) == pytest.approx(2, rel=0.02)
 
