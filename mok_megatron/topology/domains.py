@@ -93,13 +93,27 @@ def local_domain(
 
 
 def gather_domains(group: ProcessGroup | None = None, domain: Domain | None = None) -> list[Domain]:
-    """Domain of every rank of `group`, in its rank order. A collective; its deadline is the group's timeout."""
+    """Domain of every rank of `group`, in its rank order. A collective; its deadline is the group's timeout.
+
+    Args:
+        domain: this rank's domain, if it is known already.
+
+    Raises:
+        FabricError: on every rank, if any rank's fabric is not ready; the message lists those ranks.
+    """
     import torch.distributed as dist
 
-    mine = domain if domain is not None else local_domain()
-    domains: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(domains, mine, group=group)
-    return domains
+    mine: Domain | str
+    try:
+        mine = domain if domain is not None else local_domain()
+    except FabricError as error:
+        mine = f"rank {dist.get_rank()}: {error}"  # told to all: one rank's error must not leave the others waiting
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, mine, group=group)
+    failures = [answer for answer in answers if isinstance(answer, str)]
+    if failures:
+        raise FabricError("NVLink fabric is not ready:\n  " + "\n  ".join(failures))
+    return answers
 
 
 def _fabric_domain(nvml: Any, uuid: str, host: str, timeout_s: float) -> Domain:

@@ -17,7 +17,9 @@ from mok_megatron.topology import (
     gather_domains,
     require_one_domain,
 )
+from mok_megatron.topology import domains as domains_module
 from mok_megatron.topology.check import rank_list
+from mok_megatron.topology.domains import FabricError
 from mok_megatron.topology.placement import usable_gpus
 
 
@@ -92,7 +94,8 @@ def test_rank_list(ranks, text):
     assert rank_list(ranks) == text
 
 
-def test_start_up_check_in_a_process_group(tmp_path):
+@pytest.fixture
+def process_group(tmp_path):
     dist.init_process_group(
         "gloo",
         init_method=f"file://{tmp_path}/store",
@@ -100,12 +103,23 @@ def test_start_up_check_in_a_process_group(tmp_path):
         world_size=1,
         timeout=datetime.timedelta(seconds=30),
     )
-    try:
-        here = Domain("host", "here")
-        assert gather_domains(domain=here) == [here]
-        assert require_one_domain(None, here) == here
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_start_up_check_in_a_process_group(process_group):
+    here = Domain("host", "here")
+    assert gather_domains(domain=here) == [here]
+    assert require_one_domain(None, here) == here
+
+
+def test_a_broken_fabric_is_told_to_all_ranks(process_group, monkeypatch):
+    def broken():
+        raise FabricError("GPU-7 has not started")
+
+    monkeypatch.setattr(domains_module, "local_domain", broken)
+    with pytest.raises(FabricError, match=r"not ready:\n  rank 0: GPU-7 has not started"):
+        gather_domains()
 
 
 @pytest.mark.parametrize("cluster_name", ["gb200_nvl72", "gb300_nvl72"])
