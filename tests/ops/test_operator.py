@@ -111,6 +111,17 @@ def test_macrobatch_size_and_repetition_change_no_bit(dtype: torch.dtype) -> Non
     assert_same_bits(operator(problem, config=MokConfig(backend="reference")), expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5, 129, 131])
+def test_the_shared_expert_gives_a_token_the_same_bits_in_any_company(tokens: int) -> None:
+    # Matrix libraries sum in another order where there are few rows, and how many there are depends on EP.
+    p = make_problem(256, hidden=512, topk=1, routing="none", shared_inner=128, scale=True)
+    alone = p.share(0, [tokens, 256 - tokens])
+    alone = replace(alone, w1=p.w1, w2=p.w2)
+    results, expected = operator(alone), operator(p)
+    for name in ("y", "x", "shared_scale"):
+        assert torch.equal(results[name], expected[name][:tokens]), name
+
+
 def test_the_sum_over_k_runs_in_fp32_in_the_order_of_k() -> None:
     # One hidden unit, one expert: every route yields about 1. In another order, or in bf16, 1e8 swallows the ones.
     x = torch.ones(1, 1, dtype=torch.bfloat16)

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], MokConfig]] = {
     "one expert gets everything": ({"tokens": 300, "routing": "one"}, replace(AUTOMATIC, macrobatch_size=384)),
     "no route": ({"tokens": 20, "routing": "none", "shared_inner": 3}, AUTOMATIC),
     "no token": ({"tokens": 0, "shared_inner": 3}, AUTOMATIC),
+    "short last tiles": ({"tokens": 131, "hidden": 512, "inner": 8, "shared_inner": 128, "topk": 1}, AUTOMATIC),
     "odd sizes": ({"tokens": 411, "hidden": 37, "inner": 19, "topk": 1, "shared_inner": 7}, AUTOMATIC),
     "few tokens": ({"tokens": 5, "experts": 16, "topk": 5, "dtype": torch.bfloat16, "shared_inner": 9}, AUTOMATIC),
     "float16": ({"tokens": 150, "dtype": torch.float16}, AUTOMATIC),
