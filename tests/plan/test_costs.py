@@ -28,6 +28,7 @@ from mok_megatron.resources import data_folder
 from mok_megatron.topology import ParallelSizes, Placement
 
 CONFIG = MokConfig()
+DEEPSEEK_V3 = load_model("deepseek_v3")
 
 # T, H, I, E, K, and the grouped products alone in ms (forward), measured on two H200s at EP 2, bf16.
 MEASURED = [
@@ -183,9 +184,8 @@ def layout_bytes(tmp_path_factory):
 
 @given(ep=st.sampled_from([1, 2, 8, 64]), tokens=st.integers(1, 5000))
 def test_capacity_is_what_no_routing_can_exceed(ep, tokens):
-    model = load_model("deepseek_v3")
     expected = worst_case_capacity(ep, tokens, 8, 256 // ep)
-    assert capacity_rows(model, ep, tokens, CONFIG) == expected
+    assert capacity_rows(DEEPSEEK_V3, ep, tokens, CONFIG) == expected
 
 
 def test_a_layer_keeps_a_macrobatch_and_no_more():

@@ -1,5 +1,6 @@
 """Plans at many sizes: they divide, fit and agree with Megatron; what cannot work is refused with what can."""
 
+import json
 import re
 import time
 import warnings
@@ -12,6 +13,7 @@ from mok_megatron.config import MokConfig
 from mok_megatron.configs import cluster_names, load_cluster, load_model, model_names
 from mok_megatron.plan.memory import memory_limit
 from mok_megatron.plan.placed import expert_groups, group_proof
+from mok_megatron.plan.report import as_dictionary, text_report
 from mok_megatron.plan.request import PlanError, Request
 from mok_megatron.plan.search import make_plan
 from mok_megatron.topology import check_expert_groups
@@ -21,8 +23,12 @@ with warnings.catch_warnings():
     from megatron.core.parallel_state import RankGenerator
 
 
+MODELS = {name: load_model(name) for name in model_names()}
+CLUSTERS = {name: load_cluster(name) for name in cluster_names()}
+
+
 def plan_of(model, cluster, **fields):
-    return make_plan(Request(load_model(model), load_cluster(cluster), **fields))
+    return make_plan(Request(MODELS[model], CLUSTERS[cluster], **fields))
 
 
 def check_plan(plan):
@@ -97,6 +103,8 @@ def test_any_request_gives_a_plan_or_a_named_refusal(model, cluster, gpus, ep, p
     else:
         assert plan.sizes.world == gpus
         check_plan(plan)
+        assert plan.request.model.title in text_report(plan)
+        assert json.loads(json.dumps(as_dictionary(plan)))["gpus"] == gpus
 
 
 def test_ten_thousand_gpus_in_seconds():

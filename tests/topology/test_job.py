@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mok_megatron.topology import Domain
-from mok_megatron.topology.__main__ import summary
+from mok_megatron.topology.__main__ import main, summary
 
 
 def run_job(ranks: int, *words: str, store) -> list[subprocess.CompletedProcess[str]]:
@@ -51,10 +51,11 @@ def test_two_ranks_of_one_machine(free_port):
     assert second.stdout == ""
 
 
-def test_sizes_that_do_not_divide_stop_every_rank(free_port):
-    (only,) = run_job(1, "--ep", "3", store=free_port)
-    assert only.returncode == 1
-    assert "EP x PP = 3 does not divide 1 ranks" in only.stderr
+def test_sizes_that_do_not_divide_stop_the_check(free_port, monkeypatch, capsys):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["--ep", "3"]) == 1
+    assert "EP x PP = 3 does not divide 1 ranks" in capsys.readouterr().err
 
 
 def test_summary_lists_domains_with_ranks_and_reasons():
