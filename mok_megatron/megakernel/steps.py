@@ -38,13 +38,13 @@ class ScheduleTensors:
     expert_rows: Tensor
     """[E_local]."""
     info: Tensor
-    """[2]: rows in use with padding, max T over the ranks."""
+    """[3]: rows in use with padding, max T over the ranks, whether any rank evicts rows."""
 
     @staticmethod
     def allocate(workspace: Workspace) -> ScheduleTensors:
         """Uninitialised tensors of the workspace's capacity."""
         shape = workspace.shape
-        sizes = (shape.capacity_rows // 128, shape.experts_local + 1, shape.experts_local, 2)
+        sizes = (shape.capacity_rows // 128, shape.experts_local + 1, shape.experts_local, 3)
         block_expert, offsets, rows, info = (_empty(workspace, n, dtype=torch.int32) for n in sizes)
         return ScheduleTensors(
             _empty(workspace, shape.capacity_rows, dtype=torch.int32),

@@ -1,0 +1,40 @@
+// The backward megakernel's launch.
+#include "backward.cuh"
+#include "host/launch.h"
+#include "host/tensor_maps.h"
+
+using namespace mok;
+
+extern "C" int mok_backward(MokWorkspace const* w, MokSchedule const* sched, MokBackward const* b, void* stream) {
+  if (int e = check_call(*w, b->tokens)) return e;
+  MokShape const& s = w->shape;
+  BackwardParams p{{}, make_common(*w, *sched, b->tokens, w->backward_comm_ctas, false), *b};
+  auto* scratch = static_cast<char*>(w->scratch);
+  char *dy = scratch + p.common.at.dy_rows, *dgate_up = scratch + p.common.at.dgate_up, *hidden = scratch + p.common.at.hidden;
+  int i = s.intermediate, h = s.hidden, ring = s.ring_rows, experts = s.experts_local;
+  int e = map_k_major(p.maps + kBXRows, b->x_rows, ring, h, kTileRows, 1);
+  if (!e) e = map_gate_up(p.maps + kBW1, b->w1, i, h, experts);
+  if (!e) e = map_k_major(p.maps + kDyRows, dy, ring, h, kTileRows, 1);
+  if (!e) e = map_column_major(p.maps + kBW2T, b->w2, h, i, kTileCols, experts);
+  if (!e) e = map_k_major(p.maps + kDGateUp, dgate_up, ring, 2 * i, kTileRows, 1);
+  if (!e) e = map_column_major(p.maps + kBW1T, b->w1, 2 * i, h, kTileCols, experts);
+  if (!e) e = map_column_major(p.maps + kDGateUpT, dgate_up, ring, 2 * i, kTileRows, 1);
+  if (!e) e = map_column_major(p.maps + kXRowsT, b->x_rows, ring, h, kTileCols, 1);
+  if (!e) e = map_column_major(p.maps + kDyRowsT, dy, ring, h, kTileRows, 1);
+  if (!e) e = map_column_major(p.maps + kHiddenT, hidden, ring, i, kTileCols, 1);
+  if (s.shared_intermediate > 0 && b->tokens > 0) {
+    int is = s.shared_intermediate, t = b->tokens;
+    char *sdgate_up = scratch + p.common.at.shared_dgate_up, *shidden = scratch + p.common.at.shared_hidden;
+    if (!e) e = map_k_major(p.maps + kDy, b->dy, t, h, kTileRows, 1);
+    if (!e) e = map_column_major(p.maps + kSharedW2T, b->shared_w2, h, is, kTileCols, 1);
+    if (!e) e = map_k_major(p.maps + kSharedDGateUp, sdgate_up, t, 2 * is, kTileRows, 1);
+    if (!e) e = map_column_major(p.maps + kSharedW1T, b->shared_w1, 2 * is, h, kTileCols, 1);
+    if (!e) e = map_column_major(p.maps + kSharedDGateUpT, sdgate_up, t, 2 * is, kTileRows, 1);
+    if (!e) e = map_column_major(p.maps + kXT, b->x, t, h, kTileCols, 1);
+    if (!e) e = map_column_major(p.maps + kDyT, b->dy, t, h, kTileRows, 1);
+    if (!e) e = map_column_major(p.maps + kSharedHiddenT, shidden, t, is, kTileCols, 1);
+  }
+  if (e) return e;
+  return launch("the backward megakernel", megakernel<BackwardProgram>, p, w->num_ctas, kThreads, sizeof(SharedMemory),
+                static_cast<cudaStream_t>(stream));
+}

@@ -1,0 +1,363 @@
+// The backward as a list of tiles: the shared expert's dHidden and dX; then macrobatch by macrobatch, from the last,
+// whose activations the forward has kept, FC1 again where they were evicted, dHidden and dX minibatch by minibatch,
+// and the weight gradients; then the shared expert's weight gradients, which need nothing and fill the end.
+#pragma once
+#include <cuda.h>
+#include "epilogue/backward.cuh"
+#include "epilogue/forward.cuh"
+#include "megakernel.cuh"
+
+namespace mok {
+
+// Tensor maps; "T" is the operand of a weight gradient, whose K runs along rows.
+enum BackwardMap {
+  kBXRows, kBW1, kDyRows, kBW2T, kDGateUp, kBW1T, kDGateUpT, kXRowsT, kDyRowsT, kHiddenT,
+  kDy, kSharedW2T, kSharedDGateUp, kSharedW1T, kSharedDGateUpT, kXT, kDyT, kSharedHiddenT, kBackwardMaps
+};
+
+struct BackwardParams {
+  CUtensorMap maps[kBackwardMaps];
+  Common common;
+  MokBackward b;
+};
+
+class BackwardProgram {
+ public:
+  using Params = BackwardParams;
+
+  __device__ explicit BackwardProgram(Params const& p)
+      : p_(p), blocks_(p.common.schedule.info[0] / kTileRows) {
+    // Without rows there is still one macrobatch, for the gradients of experts that got none.
+    macrobatches_ = max(1, (blocks_ + ring_blocks() - 1) / ring_blocks());
+  }
+
+  __device__ Common const& common() const { return p_.common; }
+  __device__ void const* map(int i) const { return p_.maps + i; }
+  static constexpr bool kForward = false;
+  __device__ bool evicts() const { return false; }
+
+  __device__ bool tile(uint32_t n, Tile& t) const;
+  __device__ bool ready(Tile const& t, Waiter const& w) const;
+  __device__ void completed(Tile const& t) const;
+  __device__ bool pull_job(uint32_t n, PullJob& job) const;
+  __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, StageCursor& cursor, int thread) const;
+  __device__ void finish(int warp, int warps) const;
+
+ private:
+  // Sizes. `shared`: of the shared expert.
+  __device__ int ring_blocks() const { return p_.common.shape.ring_rows / kTileRows; }
+  __device__ int token_blocks() const { return (p_.common.tokens + kTileRows - 1) / kTileRows; }
+  __device__ int width(bool shared) const {
+    return shared ? p_.common.shape.shared_intermediate : p_.common.shape.intermediate;
+  }
+  __device__ int hidden() const { return p_.common.shape.hidden; }
+  __device__ int fc1_columns() const { return (width(false) + 127) / 128; }
+  __device__ int dhidden_columns(bool shared) const { return (width(shared) + kTileCols - 1) / kTileCols; }
+  __device__ int dx_columns(bool shared) const { return shared && !width(true) ? 0 : (hidden() + kTileCols - 1) / kTileCols; }
+  __device__ int dw1_rows(bool shared) const { return (2 * width(shared) + kTileRows - 1) / kTileRows; }
+  __device__ int dw2_rows() const { return (hidden() + kTileRows - 1) / kTileRows; }
+  __device__ int dw1_tiles(bool shared) const { return dw1_rows(shared) * dx_columns(shared); }
+  __device__ int dweight_tiles(bool shared) const { return dw1_tiles(shared) + dw2_rows() * dhidden_columns(shared); }
+  __device__ int shared_head() const { return token_blocks() * (dhidden_columns(true) + dx_columns(true)); }
+
+  // Macrobatch m holds blocks [first, first + count) and touches experts [expert, expert + experts).
+  struct Macrobatch {
+    int first, count, expert, experts;
+    bool again;  // its activations are not kept
+  };
+  __device__ Macrobatch macrobatch(int m) const {
+    int const* of = p_.common.schedule.block_expert;
+    Macrobatch b;
+    b.first = m * ring_blocks();
+    b.count = min(ring_blocks(), blocks_ - b.first);
+    b.again = m < macrobatches_ - 1;
+    // The one that is computed last also has the experts without rows.
+    b.expert = m == 0 ? 0 : of[b.first];
+    b.experts = m == 0 ? p_.common.shape.experts_local : of[b.first + b.count - 1] + 1 - b.expert;
+    return b;
+  }
+  __device__ int tiles_of(Macrobatch const& b) const {
+    return b.count * ((b.again ? fc1_columns() : 0) + dhidden_columns(false) + dx_columns(false)) +
+           b.experts * dweight_tiles(false);
+  }
+
+  template <Major A, Major B, bool Continue = false>
+  __device__ __forceinline__ bool product(Accumulator& acc, Tile const& t, SharedMemory& s, StageCursor& cursor, int thread) const {
+    return multiply<A, B, Continue>(acc, s.stages, s.stage_full, s.stage_empty, cursor, t.k_tiles, thread, s.waiter);
+  }
+  __device__ __forceinline__ void store_gradient(Tile const& t, Accumulator const& acc, float* carry, int thread) const;
+  __device__ Tile rows_tile(int kind, int block, int row, int expert, int column, bool shared) const;
+  __device__ Tile dweight_tile(int index, bool shared, int first_row, int rows) const;
+  __device__ void routed_dweight(int m, Macrobatch const& b, int t, Tile& tile) const;
+
+  Params const& p_;
+  int blocks_, macrobatches_;
+};
+
+// ---- the list
+
+__device__ inline bool BackwardProgram::tile(uint32_t n, Tile& t) const {
+  int i = int(n);
+  MokShape const& s = p_.common.shape;
+  if (i < shared_head()) {
+    int dhidden = token_blocks() * dhidden_columns(true);
+    bool first = i < dhidden;
+    GridTile g = banded_tile(first ? i : i - dhidden, token_blocks(), first ? dhidden_columns(true) : dx_columns(true));
+    t = rows_tile(first ? kDHidden : kDx, g.m, g.m * kTileRows, 0, g.n, true);
+    return true;
+  }
+  i -= shared_head();
+  for (int m = macrobatches_ - 1; m >= 0; --m) {
+    Macrobatch b = macrobatch(m);
+    int size = tiles_of(b);
+    if (i >= size) {
+      i -= size;
+      continue;
+    }
+    int per = s.minibatch_rows / kTileRows, fc1 = b.again ? b.count * fc1_columns() : 0;
+    int rows = b.count * (dhidden_columns(false) + dx_columns(false));
+    if (i >= fc1 + rows) {
+      routed_dweight(m, b, i - fc1 - rows, t);
+      return true;
+    }
+    PhaseTile phase = i < fc1 ? phase_tile(i, b.count, per, fc1_columns(), 0, false)
+                              : phase_tile(i - fc1, b.count, per, dhidden_columns(false), dx_columns(false), true);
+    int block = b.first + rotated_block(phase, s.rank, s.ranks);
+    t = rows_tile(i < fc1 ? kFc1 : phase.phase == 0 ? kDHidden : kDx, block, (block - b.first) * kTileRows,
+                  p_.common.schedule.block_expert[block], column_tile(phase), false);
+    t.macrobatch = m;
+    return true;
+  }
+  if (i >= dweight_tiles(true)) return false;
+  t = dweight_tile(i, true, 0, p_.common.tokens);
+  return true;
+}
+
+__device__ inline Tile BackwardProgram::rows_tile(int kind, int block, int row, int expert, int column, bool shared) const {
+  Tile t = {};
+  t.kind = kind, t.shared = shared, t.block = block, t.row = row, t.expert = expert;
+  t.at_a = row, t.k_step = kTileK;
+  if (kind == kFc1) {
+    t.col = t.at_b = column * 128;
+    t.k_tiles = hidden() / kTileK;
+    t.map_a = kBXRows, t.map_b = kBW1;
+    return t;
+  }
+  t.col = column * kTileCols, t.at_b = t.col / 64;
+  t.k_tiles = (kind == kDHidden ? hidden() : 2 * width(shared)) / kTileK;
+  if (kind == kDHidden) t.map_a = shared ? kDy : kDyRows, t.map_b = shared ? kSharedW2T : kBW2T;
+  else t.map_a = shared ? kSharedDGateUp : kDGateUp, t.map_b = shared ? kSharedW1T : kBW1T;
+  return t;
+}
+
+// Sums over rows go from the last to the first, as macrobatches do, so that cutting an expert changes nothing.
+__device__ inline Tile BackwardProgram::dweight_tile(int index, bool shared, int first_row, int rows) const {
+  Tile t = {};
+  bool dw1 = index < dw1_tiles(shared);
+  GridTile g = dw1 ? banded_tile(index, dw1_rows(shared), dx_columns(shared))
+                   : banded_tile(index - dw1_tiles(shared), dw2_rows(), dhidden_columns(shared));
+  t.kind = dw1 ? kDw1 : kDw2, t.shared = shared, t.number = index;
+  t.row = g.m * kTileRows, t.col = g.n * kTileCols, t.at_a = t.row / 64, t.at_b = t.col / 64;
+  t.k_tiles = (rows + kTileK - 1) / kTileK, t.k_step = -kTileK, t.k0 = first_row + (t.k_tiles - 1) * kTileK;
+  if (dw1) t.map_a = shared ? kSharedDGateUpT : kDGateUpT, t.map_b = shared ? kXT : kXRowsT;
+  else t.map_a = shared ? kDyT : kDyRowsT, t.map_b = shared ? kSharedHiddenT : kHiddenT;
+  return t;
+}
+
+__device__ inline void BackwardProgram::routed_dweight(int m, Macrobatch const& b, int i, Tile& tile) const {
+  MokSchedule const& sched = p_.common.schedule;
+  int expert = b.expert + i / dweight_tiles(false);
+  int begin = sched.expert_offsets[expert], end = begin + sched.expert_rows[expert];
+  int from = m * p_.common.shape.ring_rows, to = from + p_.common.shape.ring_rows;
+  int low = max(begin, from), high = min(end, to);
+  tile = dweight_tile(i % dweight_tiles(false), false, low - from, max(0, high - low));
+  tile.expert = expert;
+  tile.macrobatch = m;
+  tile.carry_in = high > low && end > to;
+  tile.carry_out = high > low && begin < from;
+  // Nothing here, but something elsewhere: -1 leaves the gradient alone.
+  if (high <= low && end > begin) tile.number = -1;
+}
+
+// ---- dependencies
+
+__device__ inline bool BackwardProgram::ready(Tile const& t, Waiter const& w) const {
+  Common const& c = p_.common;
+  Counters const& k = c.counters();
+  switch (t.kind) {
+    case kFc1:
+      return w.counter(c.counts(c.at.rows_x) + t.block, kTileRows, MOK_FLAG_ROWS, t.block);
+    case kDHidden:
+      if (t.shared) return true;
+      if (t.macrobatch < macrobatches_ - 1 &&
+          !w.counter(c.counts(c.at.fc1) + t.block, fc1_columns(), MOK_FLAG_FC1, t.block))
+        return false;
+      return w.counter(c.counts(c.at.rows_dy) + t.block, kTileRows, MOK_FLAG_ROWS, t.block);
+    case kDx:
+      return w.counter(c.counts(t.shared ? c.at.shared_dhidden : c.at.dhidden) + t.block, dhidden_columns(t.shared),
+                       MOK_FLAG_DHIDDEN, t.block);
+    default:
+      if (t.shared)
+        return w.counter(&k.shared_dhidden_done.value, token_blocks() * dhidden_columns(true), MOK_FLAG_DHIDDEN, -1);
+      // Blocks of this macrobatch and of those computed before it.
+      return w.counter(&k.dhidden_done.value, (blocks_ - t.macrobatch * ring_blocks()) * dhidden_columns(false), MOK_FLAG_DHIDDEN, -1);
+  }
+}
+
+__device__ inline void BackwardProgram::completed(Tile const& t) const {
+  Common const& c = p_.common;
+  Counters& k = c.counters();
+  if (t.kind == kFc1) ptx::add_release_gpu(c.counts(c.at.fc1) + t.block, 1);
+  if (t.kind == kDHidden) {
+    ptx::add_release_gpu(c.counts(t.shared ? c.at.shared_dhidden : c.at.dhidden) + t.block, 1);
+    ptx::add_release_gpu(t.shared ? &k.shared_dhidden_done.value : &k.dhidden_done.value, 1);
+  }
+  // The shared expert's last tiles may run early, and are no part of any macrobatch.
+  if (!t.shared) ptx::add_release_gpu(&k.tiles_done.value, 1);
+}
+
+__device__ inline bool BackwardProgram::pull_job(uint32_t n, PullJob& job) const {
+  Common const& c = p_.common;
+  constexpr int kJobs = kTileRows / kPullRows;
+  int i = int(n), before = 0;
+  if (blocks_ == 0) return false;
+  for (int m = macrobatches_ - 1; m >= 0; --m) {
+    Macrobatch b = macrobatch(m);
+    int jobs = b.count * kJobs * (b.again ? 2 : 1);
+    if (i >= jobs) {
+      i -= jobs;
+      before += tiles_of(b);
+      continue;
+    }
+    bool x = b.again && i < b.count * kJobs;  // x first: FC1 comes first
+    if (b.again && !x) i -= b.count * kJobs;
+    int per = c.shape.minibatch_rows / kTileRows, first = i / kJobs / per * per;
+    PhaseTile phase{0, first, min(per, b.count - first), i / kJobs - first};
+    int in_ring = rotated_block(phase, c.shape.rank, c.shape.ranks), block = b.first + in_ring;
+    int part = (i % kJobs + c.shape.rank * kJobs / c.shape.ranks) % kJobs;
+    char* rows = x ? static_cast<char*>(p_.b.x_rows) : c.local<char>(c.at.dy_rows);
+    job.row = block * kTileRows + part * kPullRows;
+    job.dst = rows + (size_t(in_ring) * kTileRows + part * kPullRows) * hidden() * 2;
+    job.arrived = c.counts(x ? c.at.rows_x : c.at.rows_dy) + block;
+    // Everything that reads the ring's rows of the macrobatches before.
+    job.after = b.again ? &c.counters().tiles_done.value : nullptr;
+    job.after_value = before;
+    job.after_flag = MOK_FLAG_MACROBATCH;
+    job.after_index = m;
+    job.own_input = static_cast<char const*>(x ? p_.b.x : p_.b.dy);
+    job.peer_input = x ? c.symmetric.input_again : c.symmetric.input;
+    return true;
+  }
+  return false;
+}
+
+// ---- arithmetic
+
+__device__ __forceinline__ void BackwardProgram::store_gradient(Tile const& t, Accumulator const& acc, float* carry,
+                                                                int thread) const {
+  if (t.carry_out) {
+    save_accumulator(acc, carry, thread);
+    return;
+  }
+  bool dw1 = t.kind == kDw1;
+  MokGrad const& grad = dw1 ? (t.shared ? p_.b.dshared_w1 : p_.b.dw1) : (t.shared ? p_.b.dshared_w2 : p_.b.dw2);
+  if (t.k_tiles == 0 && grad.accumulate) return;
+  int w = width(t.shared), rows = dw1 ? 2 * w : hidden(), cols = dw1 ? hidden() : w;
+  store_dweight(acc, grad, size_t(t.expert) * rows * cols, rows, cols, t.row, t.col, thread);
+}
+
+__device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMemory& s, StageCursor& cursor,
+                                                         int thread) const {
+  Common const& c = p_.common;
+  Accumulator acc;
+  int h = hidden(), w = width(t.shared), stride = c.routes_per_rank();
+  size_t row = t.row;
+  auto* gate_up = static_cast<__nv_bfloat16*>(t.shared ? const_cast<void*>(p_.b.shared_gate_up) : p_.b.gate_up);
+  auto* dgate_up = c.local<__nv_bfloat16>(t.shared ? c.at.shared_dgate_up : c.at.dgate_up);
+  auto* weighted_hidden = c.local<__nv_bfloat16>(t.shared ? c.at.shared_hidden : c.at.hidden);
+  constexpr Major k = Major::K, mn = Major::MN;
+
+  if (t.kind == kFc1) {
+    if (!product<k, k>(acc, t, s, cursor, thread)) return false;
+    store_fc1(acc, {gate_up + row * 2 * w, nullptr, w, kTileRows, t.col}, thread);
+    return true;
+  }
+  if (t.kind == kDHidden) {
+    float weight[2];
+    float* sums[2] = {nullptr, nullptr};
+    int columns = dhidden_columns(t.shared), column = t.col / kTileCols;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int r = accumulator_row(thread, half);
+      if (t.shared) {
+        bool in = t.row + r < c.tokens;
+        weight[half] = in && p_.b.shared_scale != nullptr ? p_.b.shared_scale[t.row + r] : 1.f;
+        if (in) sums[half] = c.local<float>(c.at.shared_dscale) + (row + r) * columns + column;
+      } else {
+        int source = c.schedule.row_source[t.block * kTileRows + r];
+        weight[half] = c.schedule.row_weight[t.block * kTileRows + r];
+        if (source >= 0)
+          sums[half] = c.peer<float>(source / stride, c.symmetric.dweight) + size_t(source % stride) * columns + column;
+      }
+    }
+    if (!product<k, mn>(acc, t, s, cursor, thread)) return false;
+    int rows = t.shared ? c.tokens - t.row : kTileRows;
+    store_dhidden(acc, {gate_up + row * 2 * w, dgate_up + row * 2 * w, weighted_hidden + row * w, w, rows, t.col}, weight,
+                  sums, thread);
+    return true;
+  }
+  if (t.kind == kDx) {
+    __nv_bfloat16* dst[2] = {nullptr, nullptr};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int r = accumulator_row(thread, half);
+      if (t.shared) {
+        if (t.row + r < c.tokens) dst[half] = c.local<__nv_bfloat16>(c.at.shared_out) + (row + r) * h;
+      } else {
+        int source = c.schedule.row_source[t.block * kTileRows + r];
+        if (source >= 0) dst[half] = c.peer<__nv_bfloat16>(source / stride, c.symmetric.slots) + size_t(source % stride) * h;
+      }
+    }
+    if (!product<k, mn>(acc, t, s, cursor, thread)) return false;
+    store_rows(acc, dst, t.col, h, thread);
+    return true;
+  }
+  if (t.number < 0) return true;
+  float* carry = c.local<float>(c.at.carry) + size_t(t.number) * kTileRows * kTileCols;
+  if (t.carry_in) {
+    Accumulator sum;
+    restore_accumulator(sum, carry, thread);
+    if (!product<mn, mn, true>(sum, t, s, cursor, thread)) return false;
+    store_gradient(t, sum, carry, thread);
+    return true;
+  }
+  if (!product<mn, mn>(acc, t, s, cursor, thread)) return false;
+  store_gradient(t, acc, carry, thread);
+  return true;
+}
+
+__device__ inline void BackwardProgram::finish(int warp, int warps) const {
+  Common const& c = p_.common;
+  bool shared = width(true) > 0;
+  sum_over_k({c.own<__nv_bfloat16>(c.symmetric.slots), p_.b.topk_ids, nullptr,
+              shared ? c.local<__nv_bfloat16>(c.at.shared_out) : nullptr, nullptr, static_cast<__nv_bfloat16*>(p_.b.dx),
+              c.tokens, c.shape.topk, hidden()},
+             warp, warps);
+  int thread = warp * 32 + threadIdx.x % 32, threads = warps * 32, columns = dhidden_columns(false);
+  float const* partial = c.own<float>(c.symmetric.dweight);
+  for (int i = thread; i < c.tokens * c.shape.topk; i += threads) {
+    float sum = 0.f;
+    if (p_.b.topk_ids[i] >= 0)
+      for (int n = 0; n < columns; ++n) sum += ptx::load_l2_f32(partial + size_t(i) * columns + n);
+    p_.b.dtopk_weights[i] = sum;
+  }
+  if (!shared || p_.b.dshared_scale == nullptr) return;
+  columns = dhidden_columns(true);
+  for (int t = thread; t < c.tokens; t += threads) {
+    float sum = 0.f;
+    for (int n = 0; n < columns; ++n) sum += ptx::load_l2_f32(c.local<float>(c.at.shared_dscale) + size_t(t) * columns + n);
+    p_.b.dshared_scale[t] = sum;
+  }
+}
+
+}  // namespace mok

@@ -1,0 +1,149 @@
+// Pulling routed rows from the ranks that own the tokens: by warps that have nothing else to do.
+//
+// A warp takes eight rows at a time from a counter. Its first lane moves each row in pieces from the peer's memory
+// through a small ring in shared memory to its place, with the copy engine, and counts the row once it is there.
+#pragma once
+#include "../params.cuh"
+#include "../ptx/bulk.cuh"
+#include "wait.cuh"
+
+namespace mok {
+
+constexpr int kPullRows = 8;        // rows of one job; 128 is a multiple of it
+constexpr int kPullSlots = 8;       // pieces in the ring of a warp
+constexpr int kPullPiece = 4096;    // bytes
+constexpr int kPullLag = 2;         // stores of a warp still in flight before it waits for the oldest
+constexpr int kPullRingBytes = kPullSlots * kPullPiece;
+
+// Eight rows to be pulled into consecutive rows of a buffer.
+struct PullJob {
+  char* dst;                  // first row
+  uint32_t* arrived;          // counts rows
+  int row;                    // in the schedule
+  uint32_t const* after;      // not before this counter
+  uint32_t after_value;       // has reached this, if not null
+  int after_flag, after_index;
+  char const* own_input;      // [T, H] of this rank
+  size_t peer_input;          // offset of the same in the peers' symmetric heaps
+};
+
+struct PullSlot {
+  char* dst;
+  uint32_t* arrived;  // to count when this piece is in place: last piece of a row; else null
+  uint32_t bytes;
+};
+
+class Puller {
+ public:
+  __device__ Puller(Common const& c, char* ring, PullSlot* slots, uint64_t* full, Waiter const& w)
+      : c_(c), ring_(ring), slots_(slots), full_(full), waiter_(w) {}
+
+  // Runs by a whole warp, until `job(number, PullJob&)` returns false or the launch is stopped.
+  template <class Job>
+  __device__ void run(uint32_t* next, Job job) {
+    int lane = threadIdx.x % 32;
+    uint32_t row_bytes = c_.shape.hidden * 2;
+    int stride = c_.routes_per_rank();
+    for (;;) {
+      uint32_t number = lane == 0 ? ptx::fetch_add_relaxed_gpu(next, 1) : 0;
+      number = __shfl_sync(0xffffffffu, number, 0);
+      PullJob j;
+      if (!job(number, j)) break;
+      int source = lane < kPullRows ? c_.schedule.row_source[j.row + lane] : -1;
+      bool ok = lane != 0 || j.after == nullptr || allowed(j);
+      if (!__shfl_sync(0xffffffffu, ok, 0)) return;
+      int padding = 0;
+      for (int r = 0; r < kPullRows; ++r) {
+        int s = __shfl_sync(0xffffffffu, source, r);
+        char* dst = j.dst + size_t(r) * row_bytes;
+        if (s < 0) {
+          // Zeros, because weight gradients sum over padding too.
+          for (uint32_t at = lane * 16; at < row_bytes; at += 512) ptx::store_16(dst + at, make_uint4(0, 0, 0, 0));
+          ++padding;
+        } else if (lane == 0) {
+          int rank = s / stride;
+          ok = ok && peer_ready(rank) && row(source_row(j, rank, s % stride / c_.shape.topk), dst, row_bytes, j.arrived);
+        }
+      }
+      __syncwarp();
+      if (lane == 0 && padding > 0) ptx::add_release_gpu(j.arrived, padding);
+      if (!__shfl_sync(0xffffffffu, ok, 0)) return;
+    }
+    if (lane == 0) flush();
+  }
+
+ private:
+  __device__ char const* source_row(PullJob const& j, int rank, int token) const {
+    char const* base = rank == c_.shape.rank ? j.own_input : c_.peer<char const>(rank, j.peer_input);
+    return base + size_t(token) * c_.shape.hidden * 2;
+  }
+
+  __device__ bool allowed(PullJob const& j) {
+    if (int32_t(ptx::load_acquire_gpu(j.after) - j.after_value) >= 0) return true;
+    // Others may be waiting for the rows in hand, and this wait for them.
+    return flush() && waiter_.counter(j.after, j.after_value, j.after_flag, j.after_index);
+  }
+
+  __device__ bool peer_ready(int rank) {
+    if (rank == c_.shape.rank || (rank < 64 && (ready_ >> rank & 1))) return true;
+    uint32_t const* flag = c_.own<uint32_t>(c_.symmetric.input_flag) + rank;
+    if (int32_t(ptx::load_acquire_sys(flag) - waiter_.epoch) < 0) {
+      if (!flush() || !waiter_.peer_flag(flag, waiter_.epoch, MOK_FLAG_INPUT, rank)) return false;
+    }
+    ptx::fence_async_proxy();
+    if (rank < 64) ready_ |= 1ull << rank;
+    return true;
+  }
+
+  __device__ bool row(char const* src, char* dst, uint32_t bytes, uint32_t* arrived) {
+    for (uint32_t at = 0; at < bytes; at += kPullPiece) {
+      uint32_t size = min(uint32_t(kPullPiece), bytes - at);
+      while (issued_ >= stored_ - kPullLag + kPullSlots)
+        if (!store_one()) return false;
+      uint32_t slot = issued_ % kPullSlots;
+      slots_[slot] = {dst + at, at + size == bytes ? arrived : nullptr, size};
+      ptx::barrier_arrive_expect(full_ + slot, size);
+      ptx::bulk_load(ring_ + slot * kPullPiece, src + at, size, full_ + slot);
+      ++issued_;
+    }
+    return true;
+  }
+
+  __device__ bool store_one() {
+    uint32_t slot = stored_ % kPullSlots;
+    if (!waiter_.barrier(full_ + slot, stored_ / kPullSlots % 2)) return false;
+    ptx::bulk_store(slots_[slot].dst, ring_ + slot * kPullPiece, slots_[slot].bytes);
+    ++stored_;
+    ptx::bulk_wait<kPullLag>();
+    count(int(stored_) - 1 - kPullLag);
+    return true;
+  }
+
+  // Piece `i` is in place.
+  __device__ void count(int i) {
+    if (i < int(counted_)) return;
+    counted_ = i + 1;
+    uint32_t* arrived = slots_[i % kPullSlots].arrived;
+    if (arrived == nullptr) return;
+    ptx::fence_async_proxy();
+    ptx::add_release_gpu(arrived, 1);
+  }
+
+  __device__ bool flush() {
+    while (stored_ < issued_)
+      if (!store_one()) return false;
+    ptx::bulk_wait<0>();
+    for (int i = max(0, int(stored_) - kPullLag); i < int(stored_); ++i) count(i);
+    return true;
+  }
+
+  Common const& c_;
+  char* ring_;
+  PullSlot* slots_;
+  uint64_t* full_;
+  Waiter const& waiter_;
+  uint64_t ready_ = 0;  // peers known to be ready
+  uint32_t issued_ = 0, stored_ = 0, counted_ = 0;
+};
+
+}  // namespace mok

@@ -1,0 +1,138 @@
+// What happens to a finished tile of the backward products.
+#pragma once
+#include "../mma/sm90.cuh"
+#include "registers.cuh"
+
+namespace mok {
+
+// dHidden: SwiGLU backward, and the row sums that are the gradient of the router weights.
+//
+// The tile holds d = dY @ W2, without the router weight w. With h = silu(gate) * up:
+//   d(w) = sum of h * d;  d(up) = w * d * silu(gate);  d(gate) = w * d * up * silu'(gate);
+// and w * h is stored for the weight gradient of W2, whose other operand is dY without w.
+struct DHiddenOutput {
+  __nv_bfloat16 const* gate_up;  // row 0 of the tile, [.., 2 * width]
+  __nv_bfloat16* dgate_up;       // likewise
+  __nv_bfloat16* hidden;         // row 0 of the tile, [.., width]
+  int width, rows, col;
+};
+
+__device__ __forceinline__ void store_dhidden(Accumulator const& acc, DHiddenOutput const& out, float const (&weight)[2],
+                                              float* const (&row_sum)[2], int thread) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int row = accumulator_row(thread, half);
+    bool in = row < out.rows;
+    size_t wide = size_t(row) * 2 * out.width;
+    float w = weight[half], sum = 0.f;
+#pragma unroll
+    for (int batch = 0; batch < 2; ++batch) {  // loads of four groups in flight at once
+      uint4 gates[4], ups[4];
+#pragma unroll
+      for (int g = 0; g < 4; ++g) {
+        int col = out.col + (batch * 4 + g) * 32 + thread % 4 * 8;
+        bool load = in && col < out.width;
+        gates[g] = load ? ptx::load_l2(out.gate_up + wide + col) : make_uint4(0, 0, 0, 0);
+        ups[g] = load ? ptx::load_l2(out.gate_up + wide + out.width + col) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int g = 0; g < 4; ++g) {
+        float d0[4], d1[4];
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          int i = 4 * (16 * batch + 4 * g + b) + 2 * half;
+          d0[b] = acc(i);
+          d1[b] = acc(i + 1);
+        }
+        quad_transpose(d0);
+        quad_transpose(d1);
+        uint32_t const gate[4] = {gates[g].x, gates[g].y, gates[g].z, gates[g].w};
+        uint32_t const up[4] = {ups[g].x, ups[g].y, ups[g].z, ups[g].w};
+        uint32_t dgate[4], dup[4], hidden[4];
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          float2 ga = unpack(gate[p]), u = unpack(up[p]);
+          float s0 = sigmoid(ga.x), s1 = sigmoid(ga.y), silu0 = ga.x * s0, silu1 = ga.y * s1;
+          float2 h = unpack(pack(silu0 * u.x, silu1 * u.y));  // as the forward rounded it
+          sum += h.x * d0[p];
+          sum += h.y * d1[p];
+          float e0 = w * d0[p], e1 = w * d1[p];
+          dup[p] = pack(e0 * silu0, e1 * silu1);
+          dgate[p] = pack(e0 * u.x * (s0 + silu0 * (1.f - s0)), e1 * u.y * (s1 + silu1 * (1.f - s1)));
+          hidden[p] = pack(w * h.x, w * h.y);
+        }
+        int col = out.col + (batch * 4 + g) * 32 + thread % 4 * 8;
+        if (in && col < out.width) {
+          ptx::store_16(out.dgate_up + wide + col, as_uint4(dgate));
+          ptx::store_16(out.dgate_up + wide + out.width + col, as_uint4(dup));
+          ptx::store_16(out.hidden + size_t(row) * out.width + col, as_uint4(hidden));
+        }
+      }
+    }
+    sum = quad_sum(sum);
+    if (row_sum[half] != nullptr && thread % 4 == 0) *row_sum[half] = sum;
+  }
+}
+
+// Weight gradient: added to, or written over, a matrix [rows, cols] of fp32 or bf16.
+__device__ __forceinline__ void store_dweight(Accumulator const& acc, MokGrad const& grad, size_t offset, int rows, int cols,
+                                              int row0, int col0, int thread) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int row = row0 + accumulator_row(thread, half);
+    size_t at = offset + size_t(row) * cols;
+    if (grad.dtype == MOK_GRAD_FP32) {
+      float* data = static_cast<float*>(grad.data) + at;
+#pragma unroll
+      for (int b = 0; b < 32; ++b) {
+        int i = 4 * b + 2 * half, col = col0 + 8 * b + thread % 4 * 2;
+        if (row < rows && col < cols) {
+          if (grad.accumulate) ptx::add_f32x2(data + col, acc(i), acc(i + 1));
+          else *reinterpret_cast<float2*>(data + col) = make_float2(acc(i), acc(i + 1));
+        }
+      }
+    } else {
+      auto* data = static_cast<__nv_bfloat16*>(grad.data) + at;
+#pragma unroll
+      for (int g = 0; g < 8; ++g) {
+        float d0[4], d1[4];
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          int i = 4 * (4 * g + b) + 2 * half;
+          d0[b] = acc(i);
+          d1[b] = acc(i + 1);
+        }
+        quad_transpose(d0);
+        quad_transpose(d1);
+        int col = col0 + g * 32 + thread % 4 * 8;
+        if (row < rows && col < cols) {
+          uint32_t w[4];
+          uint4 old = grad.accumulate ? ptx::load_l2(data + col) : make_uint4(0, 0, 0, 0);
+          uint32_t const before[4] = {old.x, old.y, old.z, old.w};
+#pragma unroll
+          for (int p = 0; p < 4; ++p) {
+            float2 b = unpack(before[p]);
+            w[p] = grad.accumulate ? pack(b.x + d0[p], b.y + d1[p]) : pack(d0[p], d1[p]);
+          }
+          ptx::store_16(data + col, as_uint4(w));
+        }
+      }
+    }
+  }
+}
+
+// Accumulators of a tile as they are, to be continued by another tile with the same threads.
+__device__ __forceinline__ void save_accumulator(Accumulator const& acc, float* tile, int thread) {
+#pragma unroll
+  for (int i = 0; i < kAccumulatorSize; i += 4)
+    reinterpret_cast<float4*>(tile)[i / 4 * kConsumerThreads + thread] = make_float4(acc(i), acc(i + 1), acc(i + 2), acc(i + 3));
+}
+__device__ __forceinline__ void restore_accumulator(Accumulator& acc, float const* tile, int thread) {
+#pragma unroll
+  for (int i = 0; i < kAccumulatorSize; i += 4) {
+    float4 v = ptx::load_l2_f32x4(tile + (i / 4 * kConsumerThreads + thread) * 4);
+    acc(i) = v.x, acc(i + 1) = v.y, acc(i + 2) = v.z, acc(i + 3) = v.w;
+  }
+}
+
+}  // namespace mok

@@ -1,0 +1,26 @@
+// The forward megakernel's launch.
+#include "forward.cuh"
+#include "host/launch.h"
+#include "host/tensor_maps.h"
+
+using namespace mok;
+
+extern "C" int mok_forward(MokWorkspace const* w, MokSchedule const* sched, MokForward const* f, void* stream) {
+  if (int e = check_call(*w, f->tokens)) return e;
+  MokShape const& s = w->shape;
+  ForwardParams p{{}, make_common(*w, *sched, f->tokens, w->forward_comm_ctas, true), *f};
+  auto* scratch = static_cast<char*>(w->scratch);
+  int e = map_k_major(p.maps + kXRows, f->x_rows, s.ring_rows, s.hidden, kTileRows, 1);
+  if (!e) e = map_gate_up(p.maps + kW1, f->w1, s.intermediate, s.hidden, s.experts_local);
+  if (!e) e = map_k_major(p.maps + kHidden, scratch + p.common.at.hidden, s.ring_rows, s.intermediate, kTileRows, 1);
+  if (!e) e = map_k_major(p.maps + kW2, f->w2, s.hidden, s.intermediate, kTileCols, s.experts_local);
+  if (s.shared_intermediate > 0 && f->tokens > 0) {
+    if (!e) e = map_k_major(p.maps + kX, f->x, f->tokens, s.hidden, kTileRows, 1);
+    if (!e) e = map_gate_up(p.maps + kSharedW1, f->shared_w1, s.shared_intermediate, s.hidden, 1);
+    if (!e) e = map_k_major(p.maps + kSharedHidden, scratch + p.common.at.shared_hidden, f->tokens, s.shared_intermediate, kTileRows, 1);
+    if (!e) e = map_k_major(p.maps + kSharedW2, f->shared_w2, s.hidden, s.shared_intermediate, kTileCols, 1);
+  }
+  if (e) return e;
+  return launch("the forward megakernel", megakernel<ForwardProgram>, p, w->num_ctas, kThreads, sizeof(SharedMemory),
+                static_cast<cudaStream_t>(stream));
+}

@@ -1,0 +1,173 @@
+// The forward as a list of tiles: the shared expert's, then minibatch by minibatch FC1 and FC2.
+#pragma once
+#include <cuda.h>
+#include "epilogue/forward.cuh"
+#include "megakernel.cuh"
+
+namespace mok {
+
+enum ForwardMap { kXRows, kW1, kHidden, kW2, kX, kSharedW1, kSharedHidden, kSharedW2, kForwardMaps };
+
+struct ForwardParams {
+  CUtensorMap maps[kForwardMaps];
+  Common common;
+  MokForward f;
+};
+
+class ForwardProgram {
+ public:
+  using Params = ForwardParams;
+
+  __device__ explicit ForwardProgram(Params const& p)
+      : p_(p), blocks_(p.common.schedule.info[0] / kTileRows) {}
+
+  __device__ Common const& common() const { return p_.common; }
+  __device__ void const* map(int i) const { return p_.maps + i; }
+  static constexpr bool kForward = true;
+  // Whether the backward will have to pull x again.
+  __device__ bool evicts() const { return blocks_ > ring_blocks(); }
+
+  // Tile `n` of the list; false past its end.
+  __device__ bool tile(uint32_t n, Tile& tile) const {
+    MokShape const& s = p_.common.shape;
+    int t = int(n), tokens = token_blocks();
+    int shared1 = tokens * shared_fc1_columns(), shared2 = s.shared_intermediate ? tokens * fc2_columns() : 0;
+    if (t < shared1) {
+      GridTile g = banded_tile(t, tokens, shared_fc1_columns());
+      tile = fc1(g.m, g.m * kTileRows, 0, g.n, kX, kSharedW1, true);
+      return true;
+    }
+    if ((t -= shared1) < shared2) {
+      GridTile g = banded_tile(t, tokens, fc2_columns());
+      tile = fc2(g.m, g.m * kTileRows, 0, g.n, kSharedHidden, kSharedW2, true);
+      return true;
+    }
+    t -= shared2;
+    if (t >= blocks_ * (fc1_columns() + fc2_columns())) return false;
+    int per = s.minibatch_rows / kTileRows;
+    // In a ring of one minibatch, FC1 of the next would wait for FC2 of this one.
+    PhaseTile phase = phase_tile(t, blocks_, per, fc1_columns(), fc2_columns(), s.ring_rows >= 2 * s.minibatch_rows);
+    int block = rotated_block(phase, s.rank, s.ranks), column = column_tile(phase);
+    int row = block % ring_blocks() * kTileRows, expert = p_.common.schedule.block_expert[block];
+    tile = phase.phase == 0 ? fc1(block, row, expert, column, kXRows, kW1, false)
+                            : fc2(block, row, expert, column, kHidden, kW2, false);
+    return true;
+  }
+
+  // Waits for the inputs of a tile, and for the place of its output.
+  __device__ bool ready(Tile const& t, Waiter const& w) const {
+    Common const& c = p_.common;
+    if (t.kind == kFc1) {
+      if (t.shared) return true;
+      int reuse = t.block - ring_blocks();  // the hidden rows of this block are still read by FC2
+      if (reuse >= 0 && !w.counter(c.counts(c.at.fc2) + reuse, fc2_columns(), MOK_FLAG_FC2, reuse)) return false;
+      return w.counter(c.counts(c.at.rows_x) + t.block, kTileRows, MOK_FLAG_ROWS, t.block);
+    }
+    if (t.shared) return w.counter(c.counts(c.at.shared_fc1) + t.block, shared_fc1_columns(), MOK_FLAG_FC1, t.block);
+    return w.counter(c.counts(c.at.fc1) + t.block, fc1_columns(), MOK_FLAG_FC1, t.block);
+  }
+
+  // Counts a tile whose outputs are stored.
+  __device__ void completed(Tile const& t) const {
+    Common const& c = p_.common;
+    if (t.kind == kFc1) ptx::add_release_gpu(c.counts(t.shared ? c.at.shared_fc1 : c.at.fc1) + t.block, 1);
+    else if (!t.shared) ptx::add_release_gpu(c.counts(c.at.fc2) + t.block, 1);
+  }
+
+  // Rows are pulled in the order in which tiles need them.
+  __device__ bool pull_job(uint32_t n, PullJob& job) const {
+    Common const& c = p_.common;
+    constexpr int kJobs = kTileRows / kPullRows;
+    if (n >= uint32_t(blocks_) * kJobs) return false;
+    int per = c.shape.minibatch_rows / kTileRows, first = int(n / kJobs) / per * per;
+    PhaseTile phase{0, first, min(per, blocks_ - first), int(n / kJobs) - first};
+    int block = rotated_block(phase, c.shape.rank, c.shape.ranks);
+    int part = (n % kJobs + c.shape.rank * kJobs / c.shape.ranks) % kJobs;
+    int reuse = block - ring_blocks();
+    job.row = block * kTileRows + part * kPullRows;
+    job.dst = static_cast<char*>(p_.f.x_rows) +
+              (size_t(block % ring_blocks()) * kTileRows + part * kPullRows) * c.shape.hidden * 2;
+    job.arrived = c.counts(c.at.rows_x) + block;
+    job.after = reuse >= 0 ? c.counts(c.at.fc1) + reuse : nullptr;
+    job.after_value = fc1_columns();
+    job.after_flag = MOK_FLAG_FC1;
+    job.after_index = reuse;
+    job.own_input = static_cast<char const*>(p_.f.x);
+    job.peer_input = c.symmetric.input;
+    return true;
+  }
+
+  // Multiplies a tile and stores it; by all threads that multiply.
+  __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, StageCursor& cursor, int thread) const {
+    Common const& c = p_.common;
+    Accumulator acc;
+    int h = c.shape.hidden;
+    __nv_bfloat16* dst[2] = {nullptr, nullptr};
+    if (t.kind == kFc2) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int r = accumulator_row(thread, half);
+        if (t.shared) {
+          if (t.row + r < c.tokens) dst[half] = c.local<__nv_bfloat16>(c.at.shared_out) + size_t(t.row + r) * h;
+        } else {
+          int source = c.schedule.row_source[t.block * kTileRows + r], stride = c.routes_per_rank();
+          if (source >= 0)
+            dst[half] = c.peer<__nv_bfloat16>(source / stride, c.symmetric.slots) + size_t(source % stride) * h;
+        }
+      }
+    }
+    if (!multiply<Major::K, Major::K>(acc, s.stages, s.stage_full, s.stage_empty, cursor, t.k_tiles, thread, s.waiter))
+      return false;
+    if (t.kind == kFc2) {
+      store_rows(acc, dst, t.col, h, thread);
+      return true;
+    }
+    int width = t.shared ? c.shape.shared_intermediate : c.shape.intermediate;
+    Fc1Output out;
+    out.gate_up = static_cast<__nv_bfloat16*>(t.shared ? p_.f.shared_gate_up : p_.f.gate_up) + size_t(t.row) * 2 * width;
+    out.hidden = c.local<__nv_bfloat16>(t.shared ? c.at.shared_hidden : c.at.hidden) + size_t(t.row) * width;
+    out.width = width;
+    out.rows = t.shared ? c.tokens - t.row : kTileRows;
+    out.col = t.col;
+    store_fc1(acc, out, thread);
+    return true;
+  }
+
+  // After all peers' rows have arrived.
+  __device__ void finish(int warp, int warps) const {
+    Common const& c = p_.common;
+    bool shared = c.shape.shared_intermediate > 0;
+    sum_over_k({c.own<__nv_bfloat16>(c.symmetric.slots), p_.f.topk_ids, p_.f.topk_weights,
+                shared ? c.local<__nv_bfloat16>(c.at.shared_out) : nullptr, p_.f.shared_scale,
+                static_cast<__nv_bfloat16*>(p_.f.y), c.tokens, c.shape.topk, c.shape.hidden},
+               warp, warps);
+  }
+
+ private:
+  __device__ int token_blocks() const { return (p_.common.tokens + kTileRows - 1) / kTileRows; }
+  __device__ int ring_blocks() const { return p_.common.shape.ring_rows / kTileRows; }
+  __device__ int fc1_columns() const { return (p_.common.shape.intermediate + 127) / 128; }
+  __device__ int shared_fc1_columns() const { return (p_.common.shape.shared_intermediate + 127) / 128; }
+  __device__ int fc2_columns() const { return (p_.common.shape.hidden + kTileCols - 1) / kTileCols; }
+
+  __device__ Tile fc1(int block, int row, int expert, int column, int map_a, int map_b, bool shared) const {
+    Tile t = {};
+    t.kind = kFc1, t.shared = shared, t.block = block, t.row = row, t.expert = expert, t.col = column * 128;
+    t.k_tiles = p_.common.shape.hidden / kTileK, t.k_step = kTileK;
+    t.map_a = map_a, t.at_a = row, t.map_b = map_b, t.at_b = t.col;
+    return t;
+  }
+  __device__ Tile fc2(int block, int row, int expert, int column, int map_a, int map_b, bool shared) const {
+    Tile t = {};
+    MokShape const& s = p_.common.shape;
+    t.kind = kFc2, t.shared = shared, t.block = block, t.row = row, t.expert = expert, t.col = column * kTileCols;
+    t.k_tiles = (shared ? s.shared_intermediate : s.intermediate) / kTileK, t.k_step = kTileK;
+    t.map_a = map_a, t.at_a = row, t.map_b = map_b, t.at_b = t.col;
+    return t;
+  }
+
+  Params const& p_;
+  int blocks_;  // blocks of 128 routed rows of this rank
+};
+
+}  // namespace mok

@@ -1,0 +1,21 @@
+// Tensor maps for the copy engine, one function an operand shape. All are four-dimensional with a box of 64 along
+// the contiguous dimension, so that the kernels load every operand with the same instruction.
+#pragma once
+#include <cuda.h>
+#include <cstdint>
+
+namespace mok {
+
+// Rows x K, K contiguous, a box of `box_rows` rows; `stacks` such matrices behind one another (experts).
+// Coordinates (k, row, 0, stack).
+int map_k_major(CUtensorMap* map, void const* data, int rows, int k, int box_rows, int stacks);
+
+// FC1's weight [stacks, 2, width, K]: a box of 128 gate rows and the 128 up rows of the same hidden columns.
+// Coordinates (k, hidden column, 0, stack).
+int map_gate_up(CUtensorMap* map, void const* data, int width, int k, int stacks);
+
+// K x columns, columns contiguous (multiples of 64), a box of 64 along K and `box_cols` columns.
+// Coordinates (0, k, column / 64, stack).
+int map_column_major(CUtensorMap* map, void const* data, int k, int cols, int box_cols, int stacks);
+
+}  // namespace mok

@@ -1,0 +1,122 @@
+// Where everything lies in a workspace's two buffers, computed the same way on every rank.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include "mok_api.h"
+
+namespace mok {
+
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// One counter a cache line: they are hot.
+struct alignas(128) Counter {
+  uint32_t value;
+};
+
+// Counters of one rank, in its scratch. All but the first two start each launch at zero.
+struct Counters {
+  Counter epoch;   // launches completed
+  Counter stop;    // set when this rank has recorded an error; never cleared
+  Counter failed;  // this launch computes no rows (overflow), and says so to its peers
+  Counter prepare_pushed, prepare_counted;          // CTAs of the prepare kernel
+  Counter next_tile, next_pull;                     // dynamic distribution of work
+  Counter tiles_done, dhidden_done, shared_dhidden_done;  // whole-launch counts
+  Counter compute_finished, exited;                 // CTAs
+};
+
+// What a rank tells its peers about a launch.
+struct Announcement {
+  uint32_t tokens;
+  uint32_t signature;  // hash of the shape and the kind of step
+};
+
+class Allocator {
+ public:
+  size_t take(size_t bytes) {
+    size_t at = next_;
+    next_ += (bytes + 1023) / 1024 * 1024;
+    return at;
+  }
+  size_t bytes() const { return next_; }
+
+ private:
+  size_t next_ = 0;
+};
+
+// Offsets in the symmetric heap. [ranks] arrays are indexed by the rank that writes the entry.
+struct SymmetricLayout {
+  size_t routes_flag;   // [ranks] u32: epoch of the routes that have arrived
+  size_t input_flag;    // [ranks] u32: epoch of the input that may be pulled
+  size_t done_flag;     // [ranks] u32: 4 * epoch + two bits, when all rows have been pushed
+  size_t announcement;  // [ranks] Announcement
+  size_t ids;           // [ranks][max_tokens * K] i32
+  size_t weights;       // [ranks][max_tokens * K] f32
+  size_t input;         // [max_tokens, H] bf16: x or dY, pulled by peers
+  size_t input_again;   // likewise: x in a backward that dispatches evicted rows again
+  size_t slots;         // [max_tokens * K, H] bf16: rows pushed by peers
+  size_t dweight;       // [max_tokens * K, dhidden column tiles] f32: partial sums pushed by peers
+  size_t bytes;
+
+  explicit SymmetricLayout(MokShape const& s) {
+    Allocator a;
+    size_t routes = size_t(s.max_tokens) * s.topk, row = size_t(s.hidden) * 2;
+    routes_flag = a.take(s.ranks * 4ull);
+    input_flag = a.take(s.ranks * 4ull);
+    done_flag = a.take(s.ranks * 4ull);
+    announcement = a.take(s.ranks * sizeof(Announcement));
+    ids = a.take(s.ranks * routes * 4);
+    weights = a.take(s.ranks * routes * 4);
+    input = a.take(s.ranks > 1 ? s.max_tokens * row : 0);
+    input_again = a.take(s.ranks > 1 && s.capacity_rows > s.ring_rows ? s.max_tokens * row : 0);
+    slots = a.take(routes * row);
+    dweight = a.take(routes * ceil_div(s.intermediate, 256) * 4);
+    bytes = a.bytes();
+  }
+};
+
+constexpr int kSortCtas = 32;  // CTAs that count and place routes in the prepare kernel
+
+// Offsets in the scratch.
+struct ScratchLayout {
+  size_t counters;
+  size_t rows_x, rows_dy, fc1, fc2, dhidden;  // [capacity_rows / 128] u32 each: per block of rows
+  size_t shared_fc1, shared_dhidden;          // [max_tokens / 128] u32 each
+  size_t block_counters_end;                  // all of the above but `counters` are one range to clear
+  size_t histogram;                           // [kSortCtas][E_local] u32
+  size_t hidden;                              // [ring_rows, I] bf16; weighted hidden in the backward
+  size_t dgate_up, dy_rows;                   // [ring_rows, 2I], [ring_rows, H] bf16
+  size_t shared_hidden, shared_dgate_up, shared_out;  // [max_tokens, Is], [.., 2Is], [.., H] bf16
+  size_t shared_dscale;                       // [max_tokens, column tiles of Is] f32
+  size_t carry;                               // fp32 accumulators of one expert cut by a macrobatch's end
+  size_t bytes;
+
+  explicit ScratchLayout(MokShape const& s) {
+    Allocator a;
+    size_t blocks = s.capacity_rows / MOK_TILE_ROWS, tokens = s.max_tokens, ring = s.ring_rows;
+    size_t shared_blocks = ceil_div(s.max_tokens, MOK_TILE_ROWS);
+    size_t i = s.intermediate, is = s.shared_intermediate, h = s.hidden;
+    counters = a.take(sizeof(Counters));
+    rows_x = a.take(blocks * 4);
+    rows_dy = a.take(blocks * 4);
+    fc1 = a.take(blocks * 4);
+    fc2 = a.take(blocks * 4);
+    dhidden = a.take(blocks * 4);
+    shared_fc1 = a.take(shared_blocks * 4);
+    shared_dhidden = a.take(shared_blocks * 4);
+    block_counters_end = a.bytes();
+    histogram = a.take(size_t(kSortCtas) * s.experts_local * 4);
+    hidden = a.take(ring * i * 2);
+    dgate_up = a.take(ring * i * 4);
+    dy_rows = a.take(ring * h * 2);
+    shared_hidden = a.take(tokens * is * 2);
+    shared_dgate_up = a.take(tokens * is * 4);
+    shared_out = a.take(is ? tokens * h * 2 : 0);
+    shared_dscale = a.take(tokens * ceil_div(s.shared_intermediate, 256) * 4);
+    size_t tiles = size_t(ceil_div(2 * s.intermediate, 128)) * ceil_div(s.hidden, 256) +
+                   size_t(ceil_div(s.hidden, 128)) * ceil_div(s.intermediate, 256);
+    carry = a.take(s.capacity_rows > s.ring_rows ? tiles * 128 * 256 * 4 : 0);
+    bytes = a.bytes();
+  }
+};
+
+}  // namespace mok
