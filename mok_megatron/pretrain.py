@@ -7,6 +7,7 @@ runs on the CPU with gloo, in :mod:`mok_megatron.host` mode. Start with :func:`m
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,7 +27,11 @@ ELSEWHERE = {
     "perform_rl_step": "--perform-rl-step",
     "modelopt_enabled": "--modelopt-enabled",
 }
-ON_CPU = ("--distributed-backend", "gloo", "--num-workers", "0")
+# Given before the user's flags, so that those win. What is switched off are kernels of Apex and Transformer Engine.
+ON_CPU = (
+    *("--distributed-backend", "gloo", "--num-workers", "0", "--transformer-impl", "local"),
+    *("--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-rope-fusion"),
+)
 
 
 class PretrainError(MokError):
@@ -43,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     register()
     if not torch.cuda.is_available():
         host.enable(training=True)
-        # First, so that the same flags given by the user win.
         flags = [*ON_CPU, *flags]
     try:
         _pretrain(flags)
@@ -110,13 +114,36 @@ def parse(flags: list[str]) -> Any:
         args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     finally:
         sys.argv = saved
+    _check(args)
+    return args
+
+
+def _check(args: Any) -> None:
+    """Refuse, in one message, what would fail later or only on some ranks."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.training.utils import get_blend_and_blend_per_split
+
     problems = Problems()
     for name, flag in ELSEWHERE.items():
         problems.require(
             not getattr(args, name, None), f"{flag} is not supported here", "use a Megatron-LM checkout's own script"
         )
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    for prefixes, _ in filter(None, [blend, *(blend_per_split or [])]):
+        for prefix in prefixes:
+            problems.require(
+                "://" in prefix or IndexedDataset.exists(prefix),
+                f"no dataset at {prefix}: {prefix}.bin and {prefix}.idx do not both exist",
+                "give --data-path the prefix that Megatron's preprocessing wrote, or --mock-data",
+            )
+    if args.save is not None and "://" not in args.save:
+        try:
+            os.makedirs(args.save, exist_ok=True)
+            writable = os.access(args.save, os.W_OK)
+        except OSError:
+            writable = False
+        problems.require(writable, f"--save {args.save} cannot be written", "choose a writable folder")
     problems.raise_if_any(PretrainError, "these flags cannot be used:")
-    return args
 
 
 def configuration(args: Any) -> Any:

@@ -32,7 +32,7 @@ def byte_tokenizer() -> MegatronTokenizer:
 
 
 def standard_library_text() -> list[str]:
-    """English text that every Python has: the help topics of ``pydoc`` (about 490 KB in Python 3.12), one document a topic."""
+    """English text that every Python has: the help topics of ``pydoc``, one document a topic (490 KB in all)."""
     topics = pydoc_data.topics.topics
     return [topics[name] for name in sorted(topics)]
 

@@ -108,7 +108,7 @@ def _rank_main(rank: int, ranks: int, folder: str, errors: Any, call: bytes) -> 
         function, arguments = pickle.loads(call)
         function(rank, *arguments)
         _leave()
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         # The message alone tells the user what to do where it is one of ours; otherwise the place matters.
         errors.put((rank, str(error) if isinstance(error, MokError) else traceback.format_exc()))
         raise SystemExit(1) from None

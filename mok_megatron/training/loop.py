@@ -20,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mok_megatron.config import MokConfig
 from mok_megatron.errors import MokError
@@ -52,8 +53,8 @@ class TrainSettings:
     dtype: torch.dtype = torch.float32
     steps: int = 60
     warmup_steps: int = 10
-    learning_rate: float = 3e-3
-    micro_batch: int = 4
+    learning_rate: float = 1e-3
+    micro_batch: int = 2
     microbatches: int = 1
     distributed_optimizer: bool = True
 
@@ -244,7 +245,10 @@ def _mean_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
 def _save(state: dict[str, Any], folder: Path, metadata: dict[str, Any]) -> None:
     unfinished = folder.with_name(folder.name + ".unfinished")
     _on_first_rank(partial(_fresh_folder, unfinished), f"write the checkpoint {folder}")
-    dist_checkpointing.save(state, str(unfinished), content_metadata=_plain(metadata), async_strategy="mcore")
+    try:
+        dist_checkpointing.save(state, str(unfinished), content_metadata=_plain(metadata), async_strategy="mcore")
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot write the checkpoint {folder}: {_reason(error)}") from error
     torch.distributed.barrier()
     _on_first_rank(partial(_move, unfinished, folder), f"write the checkpoint {folder}")
 
@@ -255,11 +259,17 @@ def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         # Strict: a key that is missing or left over means another model, and must not pass unnoticed.
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_ALL)
-    except CheckpointingException as error:
+    except (CheckpointingException, CheckpointException) as error:
         raise CheckpointError(
-            f"the checkpoint {folder} does not fit this model: {error}. Use the sizes it was written with."
+            f"the checkpoint {folder} does not fit this model: {_reason(error)}. Use the sizes it was written with."
         ) from error
     return loaded
+
+
+def _reason(error: BaseException) -> str:
+    """The error that made torch's checkpointing fail on some rank, or Megatron's own message."""
+    failures = getattr(error, "failures", None)
+    return str(next(iter(failures.values()))[0] if failures else error).strip()
 
 
 def _plain(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -24,13 +24,13 @@ VOCABULARY_MULTIPLE = 64  # Megatron pads the vocabulary to a multiple, for the 
 class ModelShape:
     """Sizes of the model; the defaults make the quick start's 3.9 million parameters."""
 
-    layers: int = 4
+    layers: int = 3
     dense_layers: int = 1
     hidden: int = 128
     heads: int = 4
     dense_intermediate: int = 384
-    experts: int = 16
-    top_k: int = 4
+    experts: int = 8
+    top_k: int = 2
     expert_groups: int = 4
     groups_per_token: int = 2
     expert_intermediate: int = 128
@@ -40,7 +40,7 @@ class ModelShape:
     head_dim: int = 32
     rope_dim: int = 16
     mtp_layers: int = 1
-    sequence_length: int = 256
+    sequence_length: int = 128
     seed: int = 1234
 
 
