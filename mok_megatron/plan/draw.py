@@ -30,11 +30,11 @@ def draw_racks(plan: Plan, path: str | os.PathLike[str]) -> int:
     placement, sizes, cluster = plan.placement, plan.sizes, plan.request.cluster
     shown = min(placement.domains, MAX_DRAWN)
     nodes, gpus = cluster.domain.nodes, cluster.node.gpus
-    columns = min(shown, 8)
+    columns = min(shown, 8 if nodes > 1 else 2)
     rows = math.ceil(shown / columns)
     figure = Figure(figsize=(max(6.0, 1.6 * columns * gpus / 4 + 0.6), 0.9 + rows * (0.26 * nodes + 0.75)), dpi=120)
     axes = figure.add_axes((0.02, 0.01, 0.96, 0.97 - 0.55 / figure.get_figheight()))
-    colours = colormaps["tab20"]
+    colours = [colormaps["tab20"](i) for i in range(20) if i not in (14, 15)]  # grey means spare
     group_of = np.empty(sizes.world, dtype=np.int64)
     groups = sizes.expert_groups()
     group_of[groups.reshape(-1)] = np.repeat(np.arange(len(groups)), groups.shape[1])
@@ -52,7 +52,7 @@ def draw_racks(plan: Plan, path: str | os.PathLike[str]) -> int:
                 rank = first + slot
                 used = slot < held
                 group = int(group_of[rank]) if used else 0
-                colour = colours(group % 20) if used else SPARE
+                colour = colours[group % len(colours)] if used else SPARE
                 corner = (left + gpu, top - node - 1)
                 axes.add_patch(Rectangle(corner, 0.94, 0.88, facecolor=colour, edgecolor="white", linewidth=0.5))
                 if used:
