@@ -56,9 +56,14 @@ class Run:
 
         self.config = layers.config(dispatcher, finalize_model_grads_func=finalize_model_grads, **{**FIELDS, **fields})
         layers.seed_everything(seed)
+        spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False)
+        if self.config.sequence_parallel:
+            spec.layer_norm = _norm
+            for each in spec.layer_specs:
+                each.submodules.input_layernorm = each.submodules.pre_mlp_layernorm = _norm
         self.model = GPTModel(
             self.config,
-            get_gpt_decoder_block_spec(self.config, use_transformer_engine=False),
+            spec,
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -164,6 +169,14 @@ class Run:
         if optimizer:
             state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         return state
+
+
+def _norm(config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
+    """Megatron's own norm for CPUs refuses sequence parallelism, which only needs this mark on the parameters."""
+    norm = torch.nn.LayerNorm(hidden_size, eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]
+    return norm
 
 
 def _forward_step(data: Any, model: Any) -> tuple[Tensor, Any]:
