@@ -64,8 +64,8 @@ say "installing mok-megatron[$extras] with the versions in constraints.txt into 
 rm -f "$stamp"
 log=$venv/setup.log
 rm -f "$log"
-[[ -t 2 ]] && bar=on || bar=off # a log needs no progress bar
-if ! "$venv/bin/python" -m pip --disable-pip-version-check --log "$log" install --progress-bar "$bar" \
+[[ -t 2 ]] && show=(--progress-bar on) || show=(-q --progress-bar off) # a log needs no progress bars
+if ! "$venv/bin/python" -m pip --disable-pip-version-check --log "$log" install "${show[@]}" \
     -c constraints.txt -e ".[$extras]" >&2; then
     say "pip failed; its words are above, and all it did is in $log. Often: no network or proxy (see 'pip config"
     say "list'), a full disk ($free_gib GiB were free), or a Python too new for torch (name another: MOK_PYTHON=...)."
