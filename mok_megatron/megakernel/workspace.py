@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -70,6 +71,7 @@ def symmetric_workspace(shape: MokShape, config: MokConfig, group: dist.ProcessG
     """A workspace on the current device whose heap every rank of `group` maps; all of them call it together.
 
     Raises:
+        TopologyError: the group crosses NVLink domains; lists the ranks that do.
         MokBackendError: the devices of the group cannot map each other's memory.
     """
     device = torch.device("cuda", torch.cuda.current_device())
@@ -79,6 +81,9 @@ def symmetric_workspace(shape: MokShape, config: MokConfig, group: dist.ProcessG
         return Workspace(shape, config, heap, [heap.data_ptr()])
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    from mok_megatron.topology import require_one_domain
+
+    require_one_domain(group)
     try:
         heap = symmetric_memory.empty(heap_bytes, dtype=torch.uint8, device=device)
         heap.zero_()
@@ -103,8 +108,7 @@ def virtual_workspaces(shape: MokShape, config: MokConfig, device: torch.device)
     """
     ranks = shape.ranks
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    numbers = {"num_sms": config.num_sms or max(2, sms // ranks)}
-    config = MokConfig(**{**_as_dict(config), **numbers})
+    config = dataclasses.replace(config, num_sms=config.num_sms or max(2, sms // ranks))
     heap_bytes = binding.library().mok_symmetric_bytes(ctypes.byref(shape))
     heaps = [torch.zeros(heap_bytes, dtype=torch.uint8, device=device) for _ in range(ranks)]
     torch.cuda.synchronize(device)
@@ -115,12 +119,6 @@ def virtual_workspaces(shape: MokShape, config: MokConfig, device: torch.device)
         mine.rank = rank
         workspaces.append(Workspace(mine, config, heap, peers, keep=heaps))
     return workspaces
-
-
-def _as_dict(config: MokConfig) -> dict[str, Any]:
-    import dataclasses
-
-    return {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
 
 
 # Workspaces by group; a group that is gone takes its workspaces along.
