@@ -47,7 +47,7 @@ class Plan:
     dispatchers: tuple[str, ...] = ("mok", "alltoall")
     dtype: str = "fp32"
     steps: int = 40
-    resume_steps: int = 10
+    resume_steps: int = 5
     seed: int = 1234
     backend: str = "auto"
     shape: ModelShape = field(default_factory=ModelShape)

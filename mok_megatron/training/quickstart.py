@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         folder=args.out.resolve(),
         dtype=dtype,
         steps=args.steps,
-        resume_steps=args.resume_steps,
+        resume_steps=min(5, args.steps - args.steps // 2) if args.resume_steps is None else args.resume_steps,
         seed=args.seed,
         backend=args.mok_backend,
     )
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__.split("\n\n")[1])
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder for everything it writes")
     parser.add_argument("--steps", type=int, default=40, help="steps of each of the two runs")
-    parser.add_argument("--resume-steps", type=int, default=10, help="steps to repeat from each checkpoint")
+    parser.add_argument("--resume-steps", type=int, help="steps to repeat from each checkpoint; default 5")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--ranks", type=int, help="processes, all in one expert-parallel group; default 2")
     parser.add_argument("--dtype", choices=sorted(report.LIMITS), help="default: fp32 on CPU, bf16 on GPUs")
