@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates .venv with the tested versions and this checkout installed in place. Quick when nothing changed.
 #
-#   EXTRAS=te scripts/setup.sh      adds Transformer Engine (compiles; needs a CUDA toolkit)
+#   EXTRAS=te scripts/setup.sh      adds Transformer Engine (compiles for long; needs a CUDA toolkit)
 #   MOK_PYTHON=/path/to/python      takes that interpreter instead of searching for one
 #   MOK_VENV=/path                  puts the environment there instead of .venv
 set -euo pipefail
@@ -65,12 +65,19 @@ rm -f "$stamp"
 log=$venv/setup.log
 rm -f "$log"
 [[ -t 2 ]] && show=(--progress-bar on) || show=(-q --progress-bar off) # a log needs no progress bars
-if ! "$venv/bin/python" -m pip --disable-pip-version-check --log "$log" install "${show[@]}" \
-    -c constraints.txt -e ".[$extras]" >&2; then
+install() {
+    if "$venv/bin/python" -m pip --disable-pip-version-check --log "$log" install "${show[@]}" -c constraints.txt "$@" >&2
+    then return; fi
     say "pip failed; its words are above, and all it did is in $log. Often: no network or proxy (see 'pip config"
     say "list'), a full disk ($free_gib GiB were free), or a Python too new for torch (name another: MOK_PYTHON=...)."
     say "Run the same command again after that: what was downloaded is kept."
     exit 1
+}
+install -e ".[dev]"
+if [[ -n ${EXTRAS:-} ]]; then
+    # Transformer Engine compiles against the torch of this environment, not against one of its own.
+    install setuptools wheel ninja pybind11
+    install --no-build-isolation -e ".[$extras]"
 fi
 fingerprint >"$stamp"
 say "ready: $venv/bin/mok-megatron --help, or 'source $venv/bin/activate'"
