@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from mok_megatron.bench.problem import Shape
+    from mok_megatron.bench import layers
+    from mok_megatron.bench.problem import Problem, Shape
     from mok_megatron.bench.report import Entry, Result
     from mok_megatron.config import MokConfig
 
@@ -66,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--iterations", type=int, default=20)
     how.add_argument("--dtype", choices=("bf16", "fp32"), help="default: bf16 on GPUs, fp32 without")
+    how.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FOLDER",
+        help="draw when each SM of rank 0 worked on which tile (PNG, Chrome trace)",
+    )
     how.add_argument("--json", type=Path, help="where to write the record (default: runs/bench/<time>.json)")
     add_flags(parser)
 
@@ -93,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     for shape in shapes:
         shape.check(ranks)
-    device, group = _start(config)
+    device, group = _start(config, tracing=args.trace is not None)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     first = dist.get_rank() == 0
     results: list[Result] = []
@@ -157,7 +164,7 @@ def baseline_names(text: str) -> list[str]:
     return names
 
 
-def _start(config: MokConfig) -> tuple[torch.device, dist.ProcessGroup | None]:
+def _start(config: MokConfig, tracing: bool) -> tuple[torch.device, dist.ProcessGroup | None]:
     """The device of this rank, and the group of all; None for one rank, which needs none."""
     import torch
     import torch.distributed as dist
@@ -167,9 +174,13 @@ def _start(config: MokConfig) -> tuple[torch.device, dist.ProcessGroup | None]:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+    from mok_megatron.errors import MokConfigError
     from mok_megatron.ops.backend import select_backend
 
-    if select_backend(config, device).name == "megakernel":
+    megakernel = select_backend(config, device).name == "megakernel"
+    if tracing and not megakernel:
+        raise MokConfigError("--trace records the tiles of the megakernel, and the backend here is the reference")
+    if megakernel:
         from mok_megatron.build import load_library
 
         load_library()  # before the ranks wait for each other: it may compile for minutes
@@ -213,6 +224,8 @@ def _measure_shape(
         if not measure.is_correct(found, dtype):
             wrong = ", ".join(f"{what} {error:.1e}" for what, error in found.items())
             return Entry(name, errors=found, note=f"wrong results, relative errors {wrong}")
+        if args.trace and isinstance(layer, layers.MokLayer):
+            _trace(layer, problem, group, args.trace)
         return Entry(name, errors=found, times=measure.measure(layer, problem, group, args.iterations))
 
     entries = [entry("mok", lambda problem, group: layers.MokLayer(problem, group, config))]
@@ -229,6 +242,20 @@ def _measure_shape(
         floor=floor,
         entries=tuple(entries),
     )
+
+
+def _trace(layer: layers.MokLayer, problem: Problem, group: dist.ProcessGroup | None, folder: Path) -> None:
+    """Records one forward and backward, and draws those of rank 0 into a folder named after the shape."""
+    import torch.distributed as dist
+
+    from mok_megatron.bench import trace, trace_run
+
+    traces = trace_run.record(layer, problem, group, f"rank {dist.get_rank()}: {problem.shape}")
+    if dist.get_rank() == 0:
+        for one in traces.values():
+            print(trace.text(one))
+        for path in trace.write(traces, folder / str(problem.shape).replace(", ", "-").replace(" ", "")):
+            print(f"trace: {path}")
 
 
 def _release(device: torch.device) -> None:

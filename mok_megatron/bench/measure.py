@@ -83,7 +83,7 @@ def measure(layer: Layer, problem: Problem, group: dist.ProcessGroup | None, ite
     for iteration in range(warmup + iterations):
         x.grad = topk_weights.grad = None
         layer.clear_gradients()
-        _meet(problem.x.device, group)
+        meet(problem.x.device, group)
         clock.start()
         y = layer(x, topk_weights)
         clock.lap()
@@ -100,7 +100,7 @@ def measure_step(
     """Median over iterations of the slowest rank's time of ``step``, in milliseconds."""
     clock = _CudaClock() if device.type == "cuda" else _HostClock()
     for iteration in range(3 + iterations):
-        _meet(device, group)
+        meet(device, group)
         clock.start()
         step()
         clock.lap()
@@ -109,7 +109,7 @@ def measure_step(
     return statistics.median(_slowest(torch.tensor(clock.laps(), dtype=torch.float64), device, group)[:, 0].tolist())
 
 
-def _meet(device: torch.device, group: dist.ProcessGroup | None) -> None:
+def meet(device: torch.device, group: dist.ProcessGroup | None) -> None:
     """All ranks start together: on a GPU its stream waits for the peers', on the CPU the process does."""
     if group is not None:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

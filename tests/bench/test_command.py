@@ -96,6 +96,12 @@ def test_wrong_results_are_not_timed_and_fail_the_command(
     assert "not measured: wrong results, relative errors y 1.0e-02" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the trace is there")
+def test_a_trace_of_the_reference_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--trace", str(tmp_path)]) == 1
+    assert "--trace records the tiles of the megakernel" in capsys.readouterr().err
+
+
 def test_the_table_compares_with_ours() -> None:
     result = report.Result(
         Shape(4096, 7168, 2048, 8, 4),

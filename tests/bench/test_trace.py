@@ -78,3 +78,18 @@ def test_files(tmp_path: Path) -> None:
     fc2 = next(event for event in events if event["name"] == "FC2")
     assert (fc2["tid"], fc2["ts"], fc2["dur"]) == (0, 6.0, 4.0)
     assert [event["name"] for event in events].count("wait for FC1") == 1
+
+
+@pytest.mark.gpu
+def test_a_launch_is_recorded() -> None:
+    import torch
+
+    from mok_megatron.bench.layers import MokLayer
+    from mok_megatron.bench.problem import Shape, make_problem
+    from mok_megatron.bench.trace_run import record as record_launch
+    from mok_megatron.config import MokConfig
+
+    problem = make_problem(Shape(512, 256, 128, 8, 2, 64), 0, 1, torch.device("cuda"), torch.bfloat16)
+    traces = record_launch(MokLayer(problem, None, MokConfig()), problem, None, "test")
+    assert {"FC1", "FC2"} <= set(trace.by_kind(traces["forward"]))
+    assert {"dHidden", "dX", "dW1", "dW2"} <= set(trace.by_kind(traces["backward"]))
