@@ -105,8 +105,7 @@ def build(
     targets = [sources.architecture(name) for name in dict.fromkeys(archs)]
     files = sources.find_sources(root)
     toolkit, cutlass = find_toolkit(), find_cutlass()
-    for arch in targets:
-        toolkit.require(arch)
+    toolkit.require_supported()
     return {
         arch.name: _Build(
             recipe(files, arch, toolkit, cutlass),

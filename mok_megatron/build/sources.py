@@ -7,8 +7,6 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-
 from mok_megatron.build.errors import BuildError
 from mok_megatron.resources import data_folder
 
@@ -21,16 +19,15 @@ class Architecture:
 
     name: str
     capability: tuple[int, int]  # as torch.cuda.get_device_capability() gives it
-    toolkit: SpecifierSet  # first CUDA toolkit whose nvcc has the target (NVIDIA's release notes)
     gpus: str
 
 
 ARCHITECTURES = {
     arch.name: arch
     for arch in (
-        Architecture("90a", (9, 0), SpecifierSet(">=12.8"), "H100, H200, GH200"),
-        Architecture("100a", (10, 0), SpecifierSet(">=12.8"), "B200, GB200"),
-        Architecture("103a", (10, 3), SpecifierSet(">=12.9"), "B300, GB300"),
+        Architecture("90a", (9, 0), "H100, H200, GH200"),
+        Architecture("100a", (10, 0), "B200, GB200"),
+        Architecture("103a", (10, 3), "B300, GB300"),
     )
 }
 

@@ -11,11 +11,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from packaging.version import Version
-
 from mok_megatron import versions
 from mok_megatron.build.errors import BuildError
-from mok_megatron.build.sources import Architecture
 
 INSTALL_HINT = (
     f"install a CUDA toolkit {versions.CUDA_TOOLKIT} or its pip packages (pip install 'mok-megatron[nvcc]'), "
@@ -31,12 +28,12 @@ class Toolkit:
     version: str  # of nvcc, "13.0.88"
     root: Path
 
-    def require(self, arch: Architecture) -> None:
-        """BuildError when this nvcc is too old for ``arch``."""
-        if not arch.toolkit.contains(Version(self.version)):
+    def require_supported(self) -> None:
+        """BuildError when this nvcc is too old for the kernels."""
+        if not versions.in_range(self.version, versions.CUDA_TOOLKIT):
             raise BuildError(
-                f"nvcc {self.version} ({self.nvcc}) cannot compile for sm_{arch.name}: "
-                f"that needs a CUDA toolkit {arch.toolkit}. Point CUDA_HOME to one"
+                f"nvcc {self.version} ({self.nvcc}) is too old for the kernels, which need a CUDA toolkit "
+                f"{versions.CUDA_TOOLKIT}: point CUDA_HOME to one, or {INSTALL_HINT}"
             )
 
 

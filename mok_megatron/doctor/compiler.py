@@ -41,11 +41,6 @@ def toolkit(facts: Facts) -> Check:
         first, _, rest = facts.toolkit.partition(": ")
         return _missing(facts, "CUDA toolkit", first, rest.partition("Tried:")[0].strip() or first)
     found = f"nvcc {facts.toolkit.version} ({facts.toolkit.root})"
-    for name in needed_architectures(facts):
-        if not ARCHITECTURES[name].toolkit.contains(Version(facts.toolkit.version)):
-            return failure(
-                "CUDA toolkit", f"{found}, too old for sm_{name}", f"install CUDA {ARCHITECTURES[name].toolkit}"
-            )
     if not versions.in_range(facts.toolkit.version, versions.CUDA_TOOLKIT):
         return _missing(facts, "CUDA toolkit", f"{found}, too old", f"install CUDA {versions.CUDA_TOOLKIT}")
     return ok("CUDA toolkit", found)
@@ -83,16 +78,10 @@ def cuda_match(facts: Facts) -> Iterator[Check]:
         yield failure(
             name,
             f"{found}, too old for {' and '.join(too_new)}",
-            f"update the driver, or use torch and a toolkit for CUDA {driver[0]}",
-        )
-    elif len({major for major, _ in built.values()}) > 1:
-        yield warning(
-            name,
-            f"{found}; torch is built for CUDA {facts.torch.found['cuda']} and nvcc is of another major version",
-            f"point CUDA_HOME to a toolkit of CUDA {built['torch'][0]}",
+            "update the driver: CUDA 13 needs 580 or later",
         )
     else:
-        yield ok(name, found)
+        yield ok(name, "; ".join([found, *(f"{what} is of CUDA {a}.{b}" for what, (a, b) in built.items())]))
 
 
 def kernel_cache(facts: Facts) -> Check:

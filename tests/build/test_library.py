@@ -142,11 +142,12 @@ def test_progress_without_a_terminal_is_a_line_a_file() -> None:
     assert stream.getvalue() == "mok_megatron: [1/2] a.cu, 41 s\n"
 
 
-def test_a_toolkit_too_old_for_the_architecture_is_named() -> None:
-    old = toolkit.Toolkit(Path("/cuda/bin/nvcc"), "12.8.93", Path("/cuda"))
-    old.require(ARCHITECTURES["90a"])
-    with pytest.raises(BuildError, match=r"nvcc 12\.8\.93 .*sm_103a.*>=12\.9.*CUDA_HOME"):
-        old.require(ARCHITECTURES["103a"])
+def test_a_toolkit_too_old_is_named(kernels: Path, fake_nvcc: Path) -> None:
+    nvcc = fake_nvcc.parent / "nvcc"
+    nvcc.write_text(nvcc.read_text().replace("13.0.88", "12.8.93"))
+    with pytest.raises(BuildError, match=r"nvcc 12\.8\.93 .* is too old.*>=13\.0.*CUDA_HOME"):
+        library.build(["90a"], root=kernels)
+    assert not lines(fake_nvcc)
 
 
 def test_the_toolkit_is_asked_where_it_is(fake_nvcc: Path) -> None:

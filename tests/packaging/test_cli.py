@@ -1,5 +1,6 @@
 """The dispatcher of `mok-megatron`: what it lists, what it imports, and its exit status."""
 
+import importlib
 import subprocess
 import sys
 
@@ -14,6 +15,17 @@ def test_help_lists_every_command_that_exists(capsys: pytest.CaptureFixture[str]
     for name in cli.available():
         assert name in printed
     assert {"build", "bench", "doctor"} <= set(cli.available())
+
+
+@pytest.mark.parametrize("name", cli.available())
+def test_a_command_has_what_the_dispatcher_needs(name: str) -> None:
+    path, summary = cli.COMMANDS[name]
+    module = importlib.import_module(path)
+    assert module.HELP == summary
+    assert callable(module.run)
+    with pytest.raises(SystemExit) as left:
+        cli.main([name, "--help"])
+    assert left.value.code == 0
 
 
 def test_help_imports_neither_torch_nor_a_command() -> None:
