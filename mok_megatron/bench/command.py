@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.description = (
         "Times forward and backward of one MoE layer, from the routing on, against other implementations with the same "
-        "weights and routing, after checking each against the reference in float64. EP is the number of ranks of the "
+        "weights and routing, after checking each against the reference backend in float64. EP is the number of ranks "
+        "of the "
         "launch: run it by itself for EP 1, or by torchrun -m mok_megatron.cli bench. Times are medians over "
         "iterations "
         "of the slowest rank's, by CUDA events; (2.00x) means twice as long as ours."
@@ -211,7 +212,8 @@ def _measure_shape(
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     problem = make_problem(shape, rank, ranks, device, dtype, args.imbalance, args.seed)
-    expected = measure.reference(problem, group)
+    reference_dtype = measure.reference_dtype(problem)
+    expected = measure.reference(problem, group, reference_dtype)
 
     def entry(name: str, build: layers.Builder) -> Entry:
         if rank == 0 and sys.stderr.isatty():
@@ -238,6 +240,7 @@ def _measure_shape(
     return Result(
         shape=shape,
         backend=select_backend(config, device).name,
+        reference=str(reference_dtype).removeprefix("torch."),
         imbalance=_imbalance(problem.topk_ids, shape.experts // ranks, ranks, group),
         floor=floor,
         entries=tuple(entries),

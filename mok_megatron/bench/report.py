@@ -43,6 +43,7 @@ class Result:
 
     shape: Shape
     backend: str  # ours: "megakernel" or "reference"
+    reference: str  # type in which the errors were measured
     imbalance: float
     floor: Floor
     entries: tuple[Entry, ...]
@@ -59,7 +60,7 @@ def table(result: Result, ranks: int) -> str:
     lines = [
         f"{result.shape}; EP {ranks}, {result.backend} backend; busiest rank has {result.imbalance:.2f} x the mean "
         "rows",
-        f"{'ms':<12}{'forward':>17}{'backward':>17}{'both':>17}   worst relative error",
+        f"{'ms':<12}{'forward':>17}{'backward':>17}{'both':>17}   worst relative error, against {result.reference}",
     ]
     for entry in result.entries:
         if entry.times is None:
@@ -96,6 +97,7 @@ def record(results: list[Result], ranks: int, settings: Mapping[str, Any], devic
             {
                 "shape": asdict(result.shape),
                 "backend": result.backend,
+                "reference": result.reference,
                 "imbalance": result.imbalance,
                 "floor": asdict(result.floor),
                 "implementations": [asdict(entry) for entry in result.entries],

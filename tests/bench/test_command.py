@@ -106,6 +106,7 @@ def test_the_table_compares_with_ours() -> None:
     result = report.Result(
         Shape(4096, 7168, 2048, 8, 4),
         "megakernel",
+        "float64",
         1.02,
         Floor(2.0, 4.0, 1.0, 368.0),
         (

@@ -23,7 +23,7 @@ def on_a_rank(rank: int, names: list[str], imbalance: float) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     problem = make_problem(SHAPE, rank, dist.get_world_size(), CPU, torch.float32, imbalance)
-    expected = measure.reference(problem, group)
+    expected = measure.reference(problem, group, torch.float64)
     builders = {"mok": lambda problem, group: MokLayer(problem, group, MokConfig()), **layers.baselines()}
     results: dict[str, Any] = {}
     for name in names:
@@ -60,7 +60,7 @@ class Wrong(NcclLayer):
 
 def test_one_missing_token_is_found_out() -> None:
     problem = make_problem(SHAPE, 0, 1, CPU, torch.float32)
-    expected = measure.reference(problem, None)
+    expected = measure.reference(problem, None, torch.float64)
     right = measure.errors(measure.run_once(NcclLayer(problem, None), problem), expected, None)
     wrong = measure.errors(measure.run_once(Wrong(problem, None), problem), expected, None)
     assert measure.is_correct(right, torch.float32) and not measure.is_correct(wrong, torch.float32)
@@ -100,5 +100,7 @@ def test_libraries_that_are_missing_are_named() -> None:
 def test_nccl_baseline_on_a_gpu() -> None:
     device = torch.device("cuda")
     problem = make_problem(Shape(512, 256, 128, 8, 2, 64), 0, 1, device, torch.bfloat16)
-    found = measure.errors(measure.run_once(NcclLayer(problem, None), problem), measure.reference(problem, None), None)
+    found = measure.errors(
+        measure.run_once(NcclLayer(problem, None), problem), measure.reference(problem, None, torch.float64), None
+    )
     assert measure.is_correct(found, torch.bfloat16), found
