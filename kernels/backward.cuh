@@ -29,6 +29,8 @@ class BackwardProgram {
       : p_(p), blocks_(p.common.schedule.info[0] / kTileRows) {
     // Without rows there is still one macrobatch, for the gradients of experts that got none.
     macrobatches_ = max(1, (blocks_ + ring_blocks() - 1) / ring_blocks());
+    per_ = group_blocks(p.common.shape.minibatch_rows / kTileRows, ring_blocks(), dhidden_columns(false),
+                        gridDim.x - p.common.comm_ctas);
   }
 
   __device__ Common const& common() const { return p_.common; }
@@ -40,7 +42,8 @@ class BackwardProgram {
   __device__ bool ready(Tile const& t, Waiter const& w) const;
   __device__ void completed(Tile const& t) const;
   __device__ bool pull_job(uint32_t n, PullJob& job) const;
-  __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, StageCursor& cursor, int thread) const;
+  __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, StageCursor& cursor, int thread,
+                                          TileTimes& times) const;
   __device__ void finish(int warp, int warps) const;
 
  private:
@@ -85,13 +88,18 @@ class BackwardProgram {
   __device__ __forceinline__ bool product(Accumulator& acc, Tile const& t, SharedMemory& s, StageCursor& cursor, int thread) const {
     return multiply<A, B, Continue>(acc, s.stages, s.stage_full, s.stage_empty, cursor, t.k_tiles, thread, s.waiter);
   }
-  __device__ __forceinline__ void store_gradient(Tile const& t, Accumulator const& acc, float* carry, int thread) const;
+  __device__ __forceinline__ void store_gradient(Tile const& t, Accumulator const& acc, int thread) const;
+  // Where the accumulators of a tile wait, saved by macrobatch `m`.
+  __device__ float* carry(Tile const& t, int m) const {
+    return p_.common.local<float>(p_.common.at.carry[m % 2]) + size_t(t.number) * kTileRows * kTileCols;
+  }
   __device__ Tile rows_tile(int kind, int block, int row, int expert, int column, bool shared) const;
   __device__ Tile dweight_tile(int index, bool shared, int first_row, int rows) const;
   __device__ void routed_dweight(int m, Macrobatch const& b, int t, Tile& tile) const;
 
   Params const& p_;
   int blocks_, macrobatches_;
+  int per_;  // blocks in a group of minibatches
 };
 
 // ---- the list
@@ -114,7 +122,7 @@ __device__ inline bool BackwardProgram::tile(uint32_t n, Tile& t) const {
       i -= size;
       continue;
     }
-    int per = s.minibatch_rows / kTileRows, fc1 = b.again ? b.count * fc1_columns() : 0;
+    int per = per_, fc1 = b.again ? b.count * fc1_columns() : 0;
     int rows = b.count * (dhidden_columns(false) + dx_columns(false));
     if (i >= fc1 + rows) {
       routed_dweight(m, b, i - fc1 - rows, t);
@@ -218,26 +226,26 @@ __device__ inline void BackwardProgram::completed(Tile const& t) const {
 
 __device__ inline bool BackwardProgram::pull_job(uint32_t n, PullJob& job) const {
   Common const& c = p_.common;
-  constexpr int kJobs = kTileRows / kPullRows;
+  int rows_each = p_.common.pull_rows, jobs_a_block = kTileRows / rows_each;
   int i = int(n), before = 0;
   if (blocks_ == 0) return false;
   for (int m = macrobatches_ - 1; m >= 0; --m) {
     Macrobatch b = macrobatch(m);
-    int jobs = b.count * kJobs * (b.again ? 2 : 1);
+    int jobs = b.count * jobs_a_block * (b.again ? 2 : 1);
     if (i >= jobs) {
       i -= jobs;
       before += tiles_of(b);
       continue;
     }
-    bool x = b.again && i < b.count * kJobs;  // x first: FC1 comes first
-    if (b.again && !x) i -= b.count * kJobs;
-    int per = c.shape.minibatch_rows / kTileRows, first = i / kJobs / per * per;
-    PhaseTile phase{0, first, min(per, b.count - first), i / kJobs - first};
+    bool x = b.again && i < b.count * jobs_a_block;  // x first: FC1 comes first
+    if (b.again && !x) i -= b.count * jobs_a_block;
+    int per = per_, first = i / jobs_a_block / per * per;
+    PhaseTile phase{0, first, min(per, b.count - first), i / jobs_a_block - first};
     int in_ring = rotated_block(phase, c.shape.rank, c.shape.ranks), block = b.first + in_ring;
-    int part = (i % kJobs + c.shape.rank * kJobs / c.shape.ranks) % kJobs;
+    int part = (i % jobs_a_block + c.shape.rank * jobs_a_block / c.shape.ranks) % jobs_a_block;
     char* rows = x ? static_cast<char*>(p_.b.x_rows) : c.local<char>(c.at.dy_rows);
-    job.row = block * kTileRows + part * kPullRows;
-    job.dst = rows + (size_t(in_ring) * kTileRows + part * kPullRows) * hidden() * 2;
+    job.row = block * kTileRows + part * rows_each;
+    job.dst = rows + (size_t(in_ring) * kTileRows + part * rows_each) * hidden() * 2;
     job.arrived = c.counts(x ? c.at.rows_x : c.at.rows_dy) + block;
     // Everything that reads the ring's rows of the macrobatches before.
     job.after = b.again ? &c.counters().tiles_done.value : nullptr;
@@ -253,10 +261,10 @@ __device__ inline bool BackwardProgram::pull_job(uint32_t n, PullJob& job) const
 
 // ---- arithmetic
 
-__device__ __forceinline__ void BackwardProgram::store_gradient(Tile const& t, Accumulator const& acc, float* carry,
+__device__ __forceinline__ void BackwardProgram::store_gradient(Tile const& t, Accumulator const& acc,
                                                                 int thread) const {
   if (t.carry_out) {
-    save_accumulator(acc, carry, thread);
+    save_accumulator(acc, carry(t, t.macrobatch), thread);
     return;
   }
   bool dw1 = t.kind == kDw1;
@@ -267,7 +275,7 @@ __device__ __forceinline__ void BackwardProgram::store_gradient(Tile const& t, A
 }
 
 __device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMemory& s, StageCursor& cursor,
-                                                         int thread) const {
+                                                         int thread, TileTimes& times) const {
   Common const& c = p_.common;
   Accumulator acc;
   int h = hidden(), w = width(t.shared), stride = c.routes_per_rank();
@@ -279,6 +287,7 @@ __device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMe
 
   if (t.kind == kFc1) {
     if (!product<k, k>(acc, t, s, cursor, thread)) return false;
+    times.multiplied();
     store_fc1(acc, {gate_up + row * 2 * w, nullptr, w, kTileRows, t.col}, thread);
     return true;
   }
@@ -300,10 +309,12 @@ __device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMe
           sums[half] = c.peer<float>(source / stride, c.symmetric.dweight) + size_t(source % stride) * columns + column;
       }
     }
+    DHiddenOutput out{gate_up + row * 2 * w, dgate_up + row * 2 * w, weighted_hidden + row * w, w,
+                      t.shared ? c.tokens - t.row : kTileRows, t.col};
+    prefetch_dhidden(out, thread);
     if (!product<k, mn>(acc, t, s, cursor, thread)) return false;
-    int rows = t.shared ? c.tokens - t.row : kTileRows;
-    store_dhidden(acc, {gate_up + row * 2 * w, dgate_up + row * 2 * w, weighted_hidden + row * w, w, rows, t.col}, weight,
-                  sums, thread);
+    times.multiplied();
+    store_dhidden(acc, out, weight, sums, thread);
     return true;
   }
   if (t.kind == kDx) {
@@ -319,20 +330,22 @@ __device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMe
       }
     }
     if (!product<k, mn>(acc, t, s, cursor, thread)) return false;
+    times.multiplied();
     store_rows(acc, dst, t.col, h, thread);
     return true;
   }
   if (t.number < 0) return true;
-  float* carry = c.local<float>(c.at.carry) + size_t(t.number) * kTileRows * kTileCols;
   if (t.carry_in) {
     Accumulator sum;
-    restore_accumulator(sum, carry, thread);
+    restore_accumulator(sum, carry(t, t.macrobatch + 1), thread);
     if (!product<mn, mn, true>(sum, t, s, cursor, thread)) return false;
-    store_gradient(t, sum, carry, thread);
+    times.multiplied();
+    store_gradient(t, sum, thread);
     return true;
   }
   if (!product<mn, mn>(acc, t, s, cursor, thread)) return false;
-  store_gradient(t, acc, carry, thread);
+  times.multiplied();
+  store_gradient(t, acc, thread);
   return true;
 }
 

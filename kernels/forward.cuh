@@ -19,7 +19,10 @@ class ForwardProgram {
   using Params = ForwardParams;
 
   __device__ explicit ForwardProgram(Params const& p)
-      : p_(p), blocks_(p.common.schedule.info[0] / kTileRows) {}
+      : p_(p), blocks_(p.common.schedule.info[0] / kTileRows) {
+    MokShape const& s = p.common.shape;
+    per_ = group_blocks(s.minibatch_rows / kTileRows, ring_blocks(), fc1_columns(), gridDim.x - p.common.comm_ctas);
+  }
 
   __device__ Common const& common() const { return p_.common; }
   __device__ void const* map(int i) const { return p_.maps + i; }
@@ -44,9 +47,8 @@ class ForwardProgram {
     }
     t -= shared2;
     if (t >= blocks_ * (fc1_columns() + fc2_columns())) return false;
-    int per = s.minibatch_rows / kTileRows;
     // In a ring of one minibatch, FC1 of the next would wait for FC2 of this one.
-    PhaseTile phase = phase_tile(t, blocks_, per, fc1_columns(), fc2_columns(), s.ring_rows >= 2 * s.minibatch_rows);
+    PhaseTile phase = phase_tile(t, blocks_, per_, fc1_columns(), fc2_columns(), s.ring_rows >= 2 * s.minibatch_rows);
     int block = rotated_block(phase, s.rank, s.ranks), column = column_tile(phase);
     int row = block % ring_blocks() * kTileRows, expert = p_.common.schedule.block_expert[block];
     tile = phase.phase == 0 ? fc1(block, row, expert, column, kXRows, kW1, false)
@@ -77,16 +79,16 @@ class ForwardProgram {
   // Rows are pulled in the order in which tiles need them.
   __device__ bool pull_job(uint32_t n, PullJob& job) const {
     Common const& c = p_.common;
-    constexpr int kJobs = kTileRows / kPullRows;
-    if (n >= uint32_t(blocks_) * kJobs) return false;
-    int per = c.shape.minibatch_rows / kTileRows, first = int(n / kJobs) / per * per;
-    PhaseTile phase{0, first, min(per, blocks_ - first), int(n / kJobs) - first};
+    int rows_each = p_.common.pull_rows, jobs_a_block = kTileRows / rows_each;
+    if (n >= uint32_t(blocks_) * jobs_a_block) return false;
+    int first = int(n / jobs_a_block) / per_ * per_;
+    PhaseTile phase{0, first, min(per_, blocks_ - first), int(n / jobs_a_block) - first};
     int block = rotated_block(phase, c.shape.rank, c.shape.ranks);
-    int part = (n % kJobs + c.shape.rank * kJobs / c.shape.ranks) % kJobs;
+    int part = (n % jobs_a_block + c.shape.rank * jobs_a_block / c.shape.ranks) % jobs_a_block;
     int reuse = block - ring_blocks();
-    job.row = block * kTileRows + part * kPullRows;
+    job.row = block * kTileRows + part * rows_each;
     job.dst = static_cast<char*>(p_.f.x_rows) +
-              (size_t(block % ring_blocks()) * kTileRows + part * kPullRows) * c.shape.hidden * 2;
+              (size_t(block % ring_blocks()) * kTileRows + part * rows_each) * c.shape.hidden * 2;
     job.arrived = c.counts(c.at.rows_x) + block;
     job.after = reuse >= 0 ? c.counts(c.at.fc1) + reuse : nullptr;
     job.after_value = fc1_columns();
@@ -98,7 +100,8 @@ class ForwardProgram {
   }
 
   // Multiplies a tile and stores it; by all threads that multiply.
-  __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, StageCursor& cursor, int thread) const {
+  __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, StageCursor& cursor, int thread,
+                                          TileTimes& times) const {
     Common const& c = p_.common;
     Accumulator acc;
     int h = c.shape.hidden;
@@ -118,6 +121,7 @@ class ForwardProgram {
     }
     if (!multiply<Major::K, Major::K>(acc, s.stages, s.stage_full, s.stage_empty, cursor, t.k_tiles, thread, s.waiter))
       return false;
+    times.multiplied();
     if (t.kind == kFc2) {
       store_rows(acc, dst, t.col, h, thread);
       return true;
@@ -168,6 +172,7 @@ class ForwardProgram {
 
   Params const& p_;
   int blocks_;  // blocks of 128 routed rows of this rank
+  int per_;     // of them in a group of minibatches
 };
 
 }  // namespace mok

@@ -87,7 +87,9 @@ struct ScratchLayout {
   size_t dgate_up, dy_rows;                   // [ring_rows, 2I], [ring_rows, H] bf16
   size_t shared_hidden, shared_dgate_up, shared_out;  // [max_tokens, Is], [.., 2Is], [.., H] bf16
   size_t shared_dscale;                       // [max_tokens, column tiles of Is] f32
-  size_t carry;                               // fp32 accumulators of one expert cut by a macrobatch's end
+  // fp32 accumulators of an expert that the end of a macrobatch cuts. Two: a macrobatch may continue one expert and
+  // begin to compute another.
+  size_t carry[2];
   size_t bytes;
 
   explicit ScratchLayout(MokShape const& s) {
@@ -114,7 +116,7 @@ struct ScratchLayout {
     shared_dscale = a.take(tokens * ceil_div(s.shared_intermediate, 256) * 4);
     size_t tiles = size_t(ceil_div(2 * s.intermediate, 128)) * ceil_div(s.hidden, 256) +
                    size_t(ceil_div(s.hidden, 128)) * ceil_div(s.intermediate, 256);
-    carry = a.take(s.capacity_rows > s.ring_rows ? tiles * 128 * 256 * 4 : 0);
+    for (size_t& c : carry) c = a.take(s.capacity_rows > s.ring_rows ? tiles * 128 * 256 * 4 : 0);
     bytes = a.bytes();
   }
 };

@@ -13,6 +13,7 @@
 #include "mma/sm90.cuh"
 #include "params.cuh"
 #include "scheduler/tile.cuh"
+#include "trace.cuh"
 
 namespace mok {
 
@@ -20,12 +21,12 @@ constexpr int kThreads = 384;
 constexpr int kTileSlots = 4;    // tiles known to a CTA at once
 constexpr int kClaimLead = 8;    // stages before the end of a tile at which the next one is taken
 constexpr int kCommWarps = 7;    // of a communication CTA: what shared memory has rings for
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
 
 struct SharedMemory {
   Stages stages;
   char pull_ring[kPullRingBytes];  // a communication CTA uses `stages` too, as six more rings
-  PullSlot pull_slots[kCommWarps][kPullSlots];
+  PullSlot pull_slots[kCommWarps][kPullNotes];
   uint64_t pull_full[kCommWarps][kPullSlots];
   uint64_t stage_full[kStages], stage_empty[kStages];
   uint64_t tile_full[kTileSlots], tile_done[kTileSlots], tile_empty[kTileSlots];
@@ -55,7 +56,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& s) {
 // ---- roles of one thread each
 
 template <class Program>
-__device__ void schedule_tiles(Program const& program, SharedMemory& s) {
+__device__ __forceinline__ void schedule_tiles(Program const& program, SharedMemory& s) {
   uint32_t* next = &program.common().counters().next_tile.value;
   for (uint32_t n = 0;; ++n) {
     uint32_t slot = n % kTileSlots, parity = n / kTileSlots % 2;
@@ -72,7 +73,7 @@ __device__ void schedule_tiles(Program const& program, SharedMemory& s) {
 }
 
 template <class Program>
-__device__ void load_operands(Program const& program, SharedMemory& s) {
+__device__ __forceinline__ void load_operands(Program const& program, SharedMemory& s) {
   StageCursor cursor;
   for (uint32_t n = 0;; ++n) {
     uint32_t slot = n % kTileSlots;
@@ -101,12 +102,13 @@ __device__ void load_operands(Program const& program, SharedMemory& s) {
 }
 
 template <class Program>
-__device__ void signal_tiles(Program const& program, SharedMemory& s) {
+__device__ __forceinline__ void signal_tiles(Program const& program, SharedMemory& s) {
   for (uint32_t n = 0;; ++n) {
     uint32_t slot = n % kTileSlots, parity = n / kTileSlots % 2;
     if (!s.waiter.barrier(s.tile_full + slot, parity) || s.tiles[slot].kind == kEnd) return;
     if (!s.waiter.barrier(s.tile_done + slot, parity)) return;
     ptx::fence_gpu();
+    ptx::fence_async_proxy();
     program.completed(s.tiles[slot]);
     ptx::barrier_arrive(s.tile_empty + slot);
   }
@@ -115,7 +117,7 @@ __device__ void signal_tiles(Program const& program, SharedMemory& s) {
 // ---- roles of whole warps
 
 template <class Program>
-__device__ void pull_rows(Program const& program, SharedMemory& s, int ring) {
+__device__ __forceinline__ void pull_rows(Program const& program, SharedMemory& s, int ring) {
   char* memory = ring == 0 ? s.pull_ring : reinterpret_cast<char*>(&s.stages) + (ring - 1) * kPullRingBytes;
   Common const& c = program.common();
   Puller puller(c, memory, s.pull_slots[ring], s.pull_full[ring], s.waiter);
@@ -123,15 +125,18 @@ __device__ void pull_rows(Program const& program, SharedMemory& s, int ring) {
 }
 
 template <class Program>
-__device__ void multiply_tiles(Program const& program, SharedMemory& s, int thread) {
+__device__ __forceinline__ uint32_t multiply_tiles(Program const& program, SharedMemory& s, int thread) {
   StageCursor cursor;
   for (uint32_t n = 0;; ++n) {
     uint32_t slot = n % kTileSlots;
-    if (!s.waiter.barrier(s.tile_full + slot, n / kTileSlots % 2)) return;
+    TileTimes times(program.common(), thread, n);
+    if (!s.waiter.barrier(s.tile_full + slot, n / kTileSlots % 2)) return n;
     Tile const t = s.tiles[slot];
-    if (t.kind == kEnd || !program.compute(t, s, cursor, thread)) return;
+    times.started();
+    if (t.kind == kEnd || !program.compute(t, s, cursor, thread, times)) return n;
     __syncwarp();
     if (thread % 32 == 0) ptx::barrier_arrive(s.tile_done + slot);
+    times.stored(t.kind, t.block, t.col);
   }
 }
 
@@ -168,9 +173,14 @@ __global__ __launch_bounds__(kThreads, 1) void megakernel(__grid_constant__ type
   } else {
     ptx::registers_acquire<kConsumerRegisters>();
     int thread = threadIdx.x - 128, compute_ctas = gridDim.x - c.comm_ctas;
-    multiply_tiles(program, s, thread);
-    if (exchange_done(c, s.waiter, thread, compute_ctas, program.evicts(), Program::kForward))
+    uint32_t tiles = multiply_tiles(program, s, thread);
+    TileTimes times(c, thread, tiles);
+    if (exchange_done(c, s.waiter, thread, compute_ctas, program.evicts(), Program::kForward)) {
+      times.started();
       program.finish((int(blockIdx.x) - c.comm_ctas) * kConsumerWarps + thread / 32, compute_ctas * kConsumerWarps);
+      times.multiplied();
+      times.stored(kTraceFinish, 0, 0);
+    }
   }
   __syncthreads();
   if (threadIdx.x == 0) s.waiter.publish(c.error);

@@ -64,6 +64,18 @@ typedef enum MokFlag {
   MOK_FLAG_PIPELINE = 10,    // a barrier inside a CTA
 } MokFlag;
 
+// When a compute CTA handled a tile, in nanoseconds of the device's clock. `kind` 0 = no such tile.
+typedef struct MokTraceTile {
+  int32_t kind;         // 1 FC1, 2 FC2, 3 dHidden, 4 dX, 5 dW1, 6 dW2, 7 the sum over k
+  int32_t block;        // of 128 rows
+  int32_t column;       // first column
+  int32_t sm;
+  uint64_t waiting;     // ready for a tile
+  uint64_t started;     // the tile and its inputs are there
+  uint64_t multiplied;  // the product is done
+  uint64_t stored;      // outputs are stored
+} MokTraceTile;
+
 typedef struct MokWorkspace {
   MokShape shape;
   void* const* peers;  // [ranks]: the symmetric heap of every rank, as mapped on this device
@@ -73,6 +85,8 @@ typedef struct MokWorkspace {
   int32_t num_ctas;    // CTAs of a launch, all resident together
   int32_t forward_comm_ctas;   // of these, how many only move tokens; 0 = idle warps of all CTAs do
   int32_t backward_comm_ctas;
+  MokTraceTile* trace;         // [num_ctas, trace_tiles] or null: when each CTA did what
+  int32_t trace_tiles;         // tiles of a CTA that are recorded
 } MokWorkspace;
 
 // Who computes which row (DESIGN section 4). Written by mok_forward, read by mok_backward.

@@ -14,7 +14,10 @@ struct Common {
   MokError* error;
   uint64_t timeout_ns;
   int32_t comm_ctas;
+  MokTraceTile* trace;
+  int32_t trace_tiles;
   int32_t tokens;        // T
+  int32_t pull_rows;     // rows that a warp pulls at a time
   uint32_t signature;    // of this step, to be the same on every rank
 
   __device__ Counters& counters() const { return *reinterpret_cast<Counters*>(scratch); }

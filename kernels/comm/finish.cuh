@@ -51,6 +51,16 @@ struct SumOverK {
   int tokens, topk, hidden;
 };
 
+__device__ __forceinline__ void add_scaled(float (&sum)[8], float w, uint4 v) {
+  uint32_t const words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    float2 f = unpack(words[p]);
+    sum[2 * p] = fmaf(w, f.x, sum[2 * p]);
+    sum[2 * p + 1] = fmaf(w, f.y, sum[2 * p + 1]);
+  }
+}
+
 __device__ inline void sum_over_k(SumOverK const& s, int warp, int warps) {
   int lane = threadIdx.x % 32;
   for (int t = warp; t < s.tokens; t += warps) {
@@ -59,44 +69,38 @@ __device__ inline void sum_over_k(SumOverK const& s, int warp, int warps) {
     uint32_t mask = __ballot_sync(0xffffffffu, there);
     float scale = s.extra != nullptr && s.scale != nullptr ? s.scale[t] : 1.f;
     auto const* rows = s.slots + size_t(t) * s.topk * s.hidden;
-    for (int base = 0; base < s.hidden; base += 256) {
-      int col = base + lane * 8;
-      bool in = col < s.hidden;
-      float sum[8] = {};
+    // Two columns' worth of rows at a time, so that enough loads are in flight.
+    for (int start = 0; start < s.hidden; start += 512) {
+      int base = start + lane * 8;
+      float sum[2][8] = {};
       for (int k0 = 0; k0 < s.topk; k0 += 4) {
-        uint4 v[4];
+        uint4 v[2][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          v[i] = in && k0 + i < s.topk && (mask >> (k0 + i) & 1) ? ptx::load_l2(rows + size_t(k0 + i) * s.hidden + col)
-                                                                 : make_uint4(0, 0, 0, 0);
+        for (int c = 0; c < 2; ++c)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            int col = base + c * 256;
+            bool load = col < s.hidden && k0 + i < s.topk && (mask >> (k0 + i) & 1);
+            v[c][i] = load ? ptx::load_l2(rows + size_t(k0 + i) * s.hidden + col) : make_uint4(0, 0, 0, 0);
+          }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float w = __shfl_sync(0xffffffffu, weight, (k0 + i) % 32);
           if (k0 + i >= s.topk || !(mask >> (k0 + i) & 1)) continue;
-          uint32_t const words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-          for (int p = 0; p < 4; ++p) {
-            float2 f = unpack(words[p]);
-            sum[2 * p] = fmaf(w, f.x, sum[2 * p]);
-            sum[2 * p + 1] = fmaf(w, f.y, sum[2 * p + 1]);
-          }
+          for (int c = 0; c < 2; ++c) add_scaled(sum[c], w, v[c][i]);
         }
       }
-      if (!in) continue;
-      if (s.extra != nullptr) {
-        uint4 v = ptx::load_l2(s.extra + size_t(t) * s.hidden + col);
-        uint32_t const words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          float2 f = unpack(words[p]);
-          sum[2 * p] = fmaf(scale, f.x, sum[2 * p]);
-          sum[2 * p + 1] = fmaf(scale, f.y, sum[2 * p + 1]);
-        }
+      for (int c = 0; c < 2; ++c) {
+        int col = base + c * 256;
+        if (col >= s.hidden) continue;
+        if (s.extra != nullptr) add_scaled(sum[c], scale, ptx::load_l2(s.extra + size_t(t) * s.hidden + col));
+        uint32_t w[4];
+#pragma unroll
+        for (int p = 0; p < 4; ++p) w[p] = pack(sum[c][2 * p], sum[c][2 * p + 1]);
+        ptx::store_16(s.out + size_t(t) * s.hidden + col, as_uint4(w));
       }
-      uint32_t w[4];
-#pragma unroll
-      for (int p = 0; p < 4; ++p) w[p] = pack(sum[2 * p], sum[2 * p + 1]);
-      ptx::store_16(s.out + size_t(t) * s.hidden + col, as_uint4(w));
     }
   }
 }

@@ -1,6 +1,6 @@
 // Pulling routed rows from the ranks that own the tokens: by warps that have nothing else to do.
 //
-// A warp takes eight rows at a time from a counter. Its first lane moves each row in pieces from the peer's memory
+// A warp takes a few rows at a time from a counter. Its first lane moves each row in pieces from the peer's memory
 // through a small ring in shared memory to its place, with the copy engine, and counts the row once it is there.
 #pragma once
 #include "../params.cuh"
@@ -9,13 +9,13 @@
 
 namespace mok {
 
-constexpr int kPullRows = 8;        // rows of one job; 128 is a multiple of it
-constexpr int kPullSlots = 8;       // pieces in the ring of a warp
-constexpr int kPullPiece = 4096;    // bytes
-constexpr int kPullLag = 2;         // stores of a warp still in flight before it waits for the oldest
+constexpr int kPullSlots = 8;     // pieces in the ring of a warp
+constexpr int kPullPiece = 4096;  // bytes
+constexpr int kPullReads = 4;   // latest stores of which the ring may still be read
+constexpr int kPullWrites = 4;  // latest stores that may not be in place yet: waiting for fewer stalls the warp
 constexpr int kPullRingBytes = kPullSlots * kPullPiece;
 
-// Eight rows to be pulled into consecutive rows of a buffer.
+// Some rows (Common::pull_rows) to be pulled into consecutive rows of a buffer.
 struct PullJob {
   char* dst;                  // first row
   uint32_t* arrived;          // counts rows
@@ -29,9 +29,12 @@ struct PullJob {
 
 struct PullSlot {
   char* dst;
-  uint32_t* arrived;  // to count when this piece is in place: last piece of a row; else null
-  uint32_t bytes;
+  uint16_t bytes;
+  uint16_t rows;     // to be counted once this piece is in place: of the job that it ends; else 0
+  uint32_t counter;  // where: offset in the scratch
 };
+constexpr int kPullNotes = 16;  // pieces remembered: in the ring, or not yet known to be in place
+static_assert(kPullNotes >= kPullSlots + kPullWrites);
 
 class Puller {
  public:
@@ -43,18 +46,29 @@ class Puller {
   __device__ void run(uint32_t* next, Job job) {
     int lane = threadIdx.x % 32;
     uint32_t row_bytes = c_.shape.hidden * 2;
-    int stride = c_.routes_per_rank();
+    int stride = c_.routes_per_rank(), rows = c_.pull_rows;
+    // Two jobs ahead, so that neither the counter nor the schedule is waited for: the number of the one after next
+    // and the source of the next arrive while a job is under way.
+    auto claim = [&] { return lane == 0 ? ptx::fetch_add_relaxed_gpu(next, 1) : 0u; };
+    auto source_of = [&](uint32_t n) {
+      PullJob j;
+      return job(n, j) && lane < rows ? c_.schedule.row_source[j.row + lane] : -1;
+    };
+    uint32_t number = __shfl_sync(0xffffffffu, claim(), 0), after = claim();
+    int source = source_of(number);
     for (;;) {
-      uint32_t number = lane == 0 ? ptx::fetch_add_relaxed_gpu(next, 1) : 0;
-      number = __shfl_sync(0xffffffffu, number, 0);
       PullJob j;
       if (!job(number, j)) break;
-      int source = lane < kPullRows ? c_.schedule.row_source[j.row + lane] : -1;
+      number = __shfl_sync(0xffffffffu, after, 0);
+      int const sources = source;
+      source = source_of(number);
+      after = claim();
       bool ok = lane != 0 || j.after == nullptr || allowed(j);
       if (!__shfl_sync(0xffffffffu, ok, 0)) return;
       int padding = 0;
-      for (int r = 0; r < kPullRows; ++r) {
-        int s = __shfl_sync(0xffffffffu, source, r);
+#pragma unroll 1
+      for (int r = 0; r < rows; ++r) {
+        int s = __shfl_sync(0xffffffffu, sources, r);
         char* dst = j.dst + size_t(r) * row_bytes;
         if (s < 0) {
           // Zeros, because weight gradients sum over padding too.
@@ -62,11 +76,14 @@ class Puller {
           ++padding;
         } else if (lane == 0) {
           int rank = s / stride;
-          ok = ok && peer_ready(rank) && row(source_row(j, rank, s % stride / c_.shape.topk), dst, row_bytes, j.arrived);
+          ok = ok && peer_ready(rank) && row(source_row(j, rank, s % stride / c_.shape.topk), dst, row_bytes);
         }
       }
       __syncwarp();
-      if (lane == 0 && padding > 0) ptx::add_release_gpu(j.arrived, padding);
+      if (lane == 0) {
+        if (padding > 0) ptx::add_release_gpu(j.arrived, padding);
+        if (padding < rows) note(j.arrived, rows - padding);
+      }
       if (!__shfl_sync(0xffffffffu, ok, 0)) return;
     }
     if (lane == 0) flush();
@@ -95,13 +112,14 @@ class Puller {
     return true;
   }
 
-  __device__ bool row(char const* src, char* dst, uint32_t bytes, uint32_t* arrived) {
+  __device__ bool row(char const* src, char* dst, uint32_t bytes) {
+#pragma unroll 1
     for (uint32_t at = 0; at < bytes; at += kPullPiece) {
       uint32_t size = min(uint32_t(kPullPiece), bytes - at);
-      while (issued_ >= stored_ - kPullLag + kPullSlots)
+      while (issued_ - stored_ >= uint32_t(kPullSlots - kPullReads))
         if (!store_one()) return false;
       uint32_t slot = issued_ % kPullSlots;
-      slots_[slot] = {dst + at, at + size == bytes ? arrived : nullptr, size};
+      slots_[issued_ % kPullNotes] = {dst + at, uint16_t(size), 0, 0};
       ptx::barrier_arrive_expect(full_ + slot, size);
       ptx::bulk_load(ring_ + slot * kPullPiece, src + at, size, full_ + slot);
       ++issued_;
@@ -112,28 +130,46 @@ class Puller {
   __device__ bool store_one() {
     uint32_t slot = stored_ % kPullSlots;
     if (!waiter_.barrier(full_ + slot, stored_ / kPullSlots % 2)) return false;
-    ptx::bulk_store(slots_[slot].dst, ring_ + slot * kPullPiece, slots_[slot].bytes);
+    PullSlot const& piece = slots_[stored_ % kPullNotes];
+    ptx::bulk_store(piece.dst, ring_ + slot * kPullPiece, piece.bytes);
     ++stored_;
-    ptx::bulk_wait<kPullLag>();
-    count(int(stored_) - 1 - kPullLag);
+    ptx::bulk_wait_read<kPullReads>();
+    // A count costs fences, so pieces are counted four at a time.
+    if (stored_ % 4 == 0 && stored_ > kPullWrites) {
+      ptx::bulk_wait<kPullWrites>();
+      count_up_to(stored_ - kPullWrites);
+    }
     return true;
   }
 
-  // Piece `i` is in place.
-  __device__ void count(int i) {
-    if (i < int(counted_)) return;
-    counted_ = i + 1;
-    uint32_t* arrived = slots_[i % kPullSlots].arrived;
-    if (arrived == nullptr) return;
+  // The job that ends with the latest piece has `rows` rows.
+  __device__ void note(uint32_t* arrived, uint32_t rows) {
+    if (counted_ == issued_) {
+      count(arrived, rows);
+    } else {
+      PullSlot& last = slots_[(issued_ - 1) % kPullNotes];
+      last.rows = uint16_t(rows);
+      last.counter = uint32_t(reinterpret_cast<char*>(arrived) - c_.scratch);
+    }
+  }
+
+  // All pieces before `end` are in place.
+  __device__ void count_up_to(uint32_t end) {
     ptx::fence_async_proxy();
-    ptx::add_release_gpu(arrived, 1);
+    for (; counted_ < end; ++counted_) {
+      PullSlot const& piece = slots_[counted_ % kPullNotes];
+      if (piece.rows > 0) count(c_.counts(piece.counter), piece.rows);
+    }
+  }
+  __device__ void count(uint32_t* arrived, uint32_t rows) {
+    ptx::add_release_gpu(arrived, rows);
   }
 
   __device__ bool flush() {
     while (stored_ < issued_)
       if (!store_one()) return false;
     ptx::bulk_wait<0>();
-    for (int i = max(0, int(stored_) - kPullLag); i < int(stored_); ++i) count(i);
+    count_up_to(stored_);
     return true;
   }
 

@@ -1,6 +1,7 @@
 // What happens to a finished tile of the backward products.
 #pragma once
 #include "../mma/sm90.cuh"
+#include "../ptx/bulk.cuh"
 #include "registers.cuh"
 
 namespace mok {
@@ -17,60 +18,79 @@ struct DHiddenOutput {
   int width, rows, col;
 };
 
-__device__ __forceinline__ void store_dhidden(Accumulator const& acc, DHiddenOutput const& out, float const (&weight)[2],
+// Brings what store_dhidden will read into L2: each thread half a row of the tile, gate or up.
+__device__ __forceinline__ void prefetch_dhidden(DHiddenOutput const& out, int thread) {
+  int row = thread / 2, cols = min(kTileCols, out.width - out.col);
+  if (row < out.rows && cols > 0)
+    ptx::bulk_prefetch(out.gate_up + size_t(row) * 2 * out.width + thread % 2 * out.width + out.col, cols * 2);
+}
+
+// The accumulators are used up. A quarter of them (one half of the rows, four groups of 32 columns) is handled at a
+// time in a loop that moves the next quarter into its place: unrolled, the code would not fit the instruction cache.
+__device__ __forceinline__ void store_dhidden(Accumulator& acc, DHiddenOutput const& out, float const (&weight)[2],
                                               float* const (&row_sum)[2], int thread) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    int row = accumulator_row(thread, half);
+  float sum = 0.f;
+#pragma unroll 1
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    int half = quarter / 2, row = accumulator_row(thread, half);
+    int first = out.col + quarter % 2 * 128 + thread % 4 * 8;
     bool in = row < out.rows;
     size_t wide = size_t(row) * 2 * out.width;
-    float w = weight[half], sum = 0.f;
+    float w = half == 0 ? weight[0] : weight[1];
+    uint4 gates[4], ups[4];  // all loads in flight at once
 #pragma unroll
-    for (int batch = 0; batch < 2; ++batch) {  // loads of four groups in flight at once
-      uint4 gates[4], ups[4];
+    for (int g = 0; g < 4; ++g) {
+      bool load = in && first + g * 32 < out.width;
+      gates[g] = load ? ptx::load_l2(out.gate_up + wide + first + g * 32) : make_uint4(0, 0, 0, 0);
+      ups[g] = load ? ptx::load_l2(out.gate_up + wide + out.width + first + g * 32) : make_uint4(0, 0, 0, 0);
+    }
 #pragma unroll
-      for (int g = 0; g < 4; ++g) {
-        int col = out.col + (batch * 4 + g) * 32 + thread % 4 * 8;
-        bool load = in && col < out.width;
-        gates[g] = load ? ptx::load_l2(out.gate_up + wide + col) : make_uint4(0, 0, 0, 0);
-        ups[g] = load ? ptx::load_l2(out.gate_up + wide + out.width + col) : make_uint4(0, 0, 0, 0);
+    for (int g = 0; g < 4; ++g) {
+      float d0[4], d1[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        d0[b] = acc(4 * (4 * g + b));
+        d1[b] = acc(4 * (4 * g + b) + 1);
       }
+      quad_transpose(d0);
+      quad_transpose(d1);
+      uint32_t const gate[4] = {gates[g].x, gates[g].y, gates[g].z, gates[g].w};
+      uint32_t const up[4] = {ups[g].x, ups[g].y, ups[g].z, ups[g].w};
+      uint32_t dgate[4], dup[4], hidden[4];
 #pragma unroll
-      for (int g = 0; g < 4; ++g) {
-        float d0[4], d1[4];
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          int i = 4 * (16 * batch + 4 * g + b) + 2 * half;
-          d0[b] = acc(i);
-          d1[b] = acc(i + 1);
-        }
-        quad_transpose(d0);
-        quad_transpose(d1);
-        uint32_t const gate[4] = {gates[g].x, gates[g].y, gates[g].z, gates[g].w};
-        uint32_t const up[4] = {ups[g].x, ups[g].y, ups[g].z, ups[g].w};
-        uint32_t dgate[4], dup[4], hidden[4];
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          float2 ga = unpack(gate[p]), u = unpack(up[p]);
-          float s0 = sigmoid(ga.x), s1 = sigmoid(ga.y), silu0 = ga.x * s0, silu1 = ga.y * s1;
-          float2 h = unpack(pack(silu0 * u.x, silu1 * u.y));  // as the forward rounded it
-          sum += h.x * d0[p];
-          sum += h.y * d1[p];
-          float e0 = w * d0[p], e1 = w * d1[p];
-          dup[p] = pack(e0 * silu0, e1 * silu1);
-          dgate[p] = pack(e0 * u.x * (s0 + silu0 * (1.f - s0)), e1 * u.y * (s1 + silu1 * (1.f - s1)));
-          hidden[p] = pack(w * h.x, w * h.y);
-        }
-        int col = out.col + (batch * 4 + g) * 32 + thread % 4 * 8;
-        if (in && col < out.width) {
-          ptx::store_16(out.dgate_up + wide + col, as_uint4(dgate));
-          ptx::store_16(out.dgate_up + wide + out.width + col, as_uint4(dup));
-          ptx::store_16(out.hidden + size_t(row) * out.width + col, as_uint4(hidden));
-        }
+      for (int p = 0; p < 4; ++p) {
+        float2 ga = unpack(gate[p]), u = unpack(up[p]);
+        float s0 = sigmoid(ga.x), s1 = sigmoid(ga.y), silu0 = ga.x * s0, silu1 = ga.y * s1;
+        float h0 = silu0 * u.x, h1 = silu1 * u.y;
+        sum = fmaf(h1, d1[p], fmaf(h0, d0[p], sum));
+        float e0 = w * d0[p], e1 = w * d1[p];
+        dup[p] = pack(e0 * silu0, e1 * silu1);
+        dgate[p] = pack(e0 * u.x * fmaf(silu0, 1.f - s0, s0), e1 * u.y * fmaf(silu1, 1.f - s1, s1));
+        hidden[p] = pack(w * h0, w * h1);
+      }
+      if (in && first + g * 32 < out.width) {
+        ptx::store_16(out.dgate_up + wide + first + g * 32, as_uint4(dgate));
+        ptx::store_16(out.dgate_up + wide + out.width + first + g * 32, as_uint4(dup));
+        ptx::store_16(out.hidden + size_t(row) * out.width + first + g * 32, as_uint4(hidden));
       }
     }
-    sum = quad_sum(sum);
-    if (row_sum[half] != nullptr && thread % 4 == 0) *row_sum[half] = sum;
+    if (quarter % 2 == 1) {
+      sum = quad_sum(sum);
+      float* to = half == 0 ? row_sum[0] : row_sum[1];
+      if (to != nullptr && thread % 4 == 0) *to = sum;
+      sum = 0.f;
+    }
+    // Quarters in order: columns 0 .. 127 and 128 .. 255 of the first rows, then of the second.
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float next_half = acc(4 * j + 2 + i);
+        acc(4 * j + i) = acc(4 * (j + 16) + i);
+        acc(4 * (j + 16) + i) = next_half;
+        acc(4 * j + 2 + i) = acc(4 * (j + 16) + 2 + i);
+      }
+    }
   }
 }
 
@@ -83,12 +103,18 @@ __device__ __forceinline__ void store_dweight(Accumulator const& acc, MokGrad co
     size_t at = offset + size_t(row) * cols;
     if (grad.dtype == MOK_GRAD_FP32) {
       float* data = static_cast<float*>(grad.data) + at;
+      bool odd = thread & 1;
 #pragma unroll
-      for (int b = 0; b < 32; ++b) {
-        int i = 4 * b + 2 * half, col = col0 + 8 * b + thread % 4 * 2;
+      for (int b = 0; b < 32; b += 2) {
+        // Of two blocks of 8 columns, even threads take the first and odd ones the second, four columns each.
+        int i = 4 * b + 2 * half;
+        float x0 = acc(i), x1 = acc(i + 1), y0 = acc(i + 4), y1 = acc(i + 5);
+        float got0 = __shfl_xor_sync(0xffffffffu, odd ? x0 : y0, 1), got1 = __shfl_xor_sync(0xffffffffu, odd ? x1 : y1, 1);
+        float4 v = odd ? make_float4(got0, got1, y0, y1) : make_float4(x0, x1, got0, got1);
+        int col = col0 + 8 * b + (odd ? 8 : 0) + (thread & 2) * 2;
         if (row < rows && col < cols) {
-          if (grad.accumulate) ptx::add_f32x2(data + col, acc(i), acc(i + 1));
-          else *reinterpret_cast<float2*>(data + col) = make_float2(acc(i), acc(i + 1));
+          if (grad.accumulate) ptx::add_f32x4(data + col, v.x, v.y, v.z, v.w);
+          else *reinterpret_cast<float4*>(data + col) = v;
         }
       }
     } else {

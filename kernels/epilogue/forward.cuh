@@ -46,20 +46,40 @@ __device__ __forceinline__ void store_fc1(Accumulator const& acc, Fc1Output cons
 }
 
 // Rows of a product to wherever each row belongs: `dst[half]` is the thread's row, or null to drop it.
+//
+// Threads of neighbouring rows exchange halves, so that a warp writes 128 bytes of each of four rows at a time and not
+// 64 of eight: what crosses NVLink goes in full lines.
 __device__ __forceinline__ void store_rows(Accumulator const& acc, __nv_bfloat16* const (&dst)[2], int col, int width, int thread) {
+  bool odd = thread & 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    auto mine = reinterpret_cast<unsigned long long>(dst[half]);
+    auto other = __shfl_xor_sync(0xffffffffu, mine, 4);
+    auto* even_row = reinterpret_cast<__nv_bfloat16*>(odd ? other : mine);
+    auto* odd_row = reinterpret_cast<__nv_bfloat16*>(odd ? mine : other);
 #pragma unroll
-    for (int group = 0; group < 8; ++group) {
-      uint32_t w[4];
+    for (int pair = 0; pair < 4; ++pair) {
+      uint32_t w[2][4];
+#pragma unroll
+      for (int g = 0; g < 2; ++g) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          int i = 4 * (4 * (2 * pair + g) + b) + 2 * half;
+          w[g][b] = pack(acc(i), acc(i + 1));
+        }
+        quad_transpose(w[g]);
+      }
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
-        int i = 4 * (4 * group + b) + 2 * half;
-        w[b] = pack(acc(i), acc(i + 1));
+        uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? w[0][b] : w[1][b], 4);
+        if (odd) w[0][b] = got; else w[1][b] = got;
       }
-      quad_transpose(w);
-      int c = col + group * 32 + thread % 4 * 8;
-      if (dst[half] != nullptr && c < width) ptx::store_16(dst[half] + c, as_uint4(w));
+      // Even threads have columns 0 .. 31 of the pair for both rows, odd ones columns 32 .. 63.
+      int c = col + pair * 64 + (odd ? 32 : 0) + thread % 4 * 8;
+      if (c < width) {
+        if (even_row != nullptr) ptx::store_16(even_row + c, as_uint4(w[0]));
+        if (odd_row != nullptr) ptx::store_16(odd_row + c, as_uint4(w[1]));
+      }
     }
   }
 }

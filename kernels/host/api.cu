@@ -16,6 +16,13 @@ uint32_t signature(MokShape s, bool forward) {
   for (unsigned char c : *reinterpret_cast<unsigned char (*)[sizeof(MokShape)]>(&s)) h = (h ^ c) * 16777619u;
   return h;
 }
+
+// About 16 KB at a time: so many that counting them is cheap, so few that many warps share the first block of rows.
+int pull_rows(MokShape const& s) {
+  int rows = 1;
+  while (rows < 8 && 2 * rows * s.hidden * 2 <= 16384) rows *= 2;
+  return rows;
+}
 }  // namespace
 
 int fail(char const* format, ...) {
@@ -52,7 +59,7 @@ int check_call(MokWorkspace const& w, int tokens) {
 
 Common make_common(MokWorkspace const& w, MokSchedule const& s, int tokens, int comm_ctas, bool forward) {
   return Common{w.shape, s, SymmetricLayout(w.shape), ScratchLayout(w.shape), reinterpret_cast<char* const*>(w.peers),
-                static_cast<char*>(w.scratch), w.error, uint64_t(w.timeout_ns), comm_ctas, tokens, signature(w.shape, forward)};
+                static_cast<char*>(w.scratch), w.error, uint64_t(w.timeout_ns), comm_ctas, w.trace, w.trace_tiles, tokens, pull_rows(w.shape), signature(w.shape, forward)};
 }
 
 int launch_prepare(MokWorkspace const& w, MokSchedule const& s, int tokens, bool forward, void const* input,
@@ -77,7 +84,7 @@ size_t mok_struct_bytes(char const* name) {
   struct { char const* name; size_t bytes; } const known[] = {
       {"MokShape", sizeof(MokShape)},       {"MokError", sizeof(MokError)},     {"MokWorkspace", sizeof(MokWorkspace)},
       {"MokSchedule", sizeof(MokSchedule)}, {"MokForward", sizeof(MokForward)}, {"MokGrad", sizeof(MokGrad)},
-      {"MokBackward", sizeof(MokBackward)},
+      {"MokBackward", sizeof(MokBackward)}, {"MokTraceTile", sizeof(MokTraceTile)},
   };
   for (auto const& k : known)
     if (strcmp(k.name, name) == 0) return k.bytes;

@@ -19,6 +19,15 @@ __device__ __forceinline__ void bulk_store(void* dst, void const* src, uint32_t 
 template <int Pending>
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Pending) : "memory"); }
 
+// Likewise, but only until shared memory has been read.
+template <int Pending>
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory"); }
+
+// Global to L2 only.
+__device__ __forceinline__ void bulk_prefetch(void const* src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
+
 // One box of a four-dimensional tensor map.
 __device__ __forceinline__ void tma_load(void* dst, void const* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
   asm volatile(

@@ -36,8 +36,8 @@ __device__ __forceinline__ uint32_t fetch_add_relaxed_gpu(uint32_t* p, uint32_t 
   return old;
 }
 // Each element is added with one rounding; only one CTA adds to an element, so the result is deterministic.
-__device__ __forceinline__ void add_f32x2(float* p, float a, float b) {
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(a), "f"(b) : "memory");
+__device__ __forceinline__ void add_f32x4(float* p, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 // 16 bytes past L1, for data that other SMs wrote during this launch.
 __device__ __forceinline__ uint4 load_l2(void const* p) {

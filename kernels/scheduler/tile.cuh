@@ -49,6 +49,14 @@ __device__ __forceinline__ PhaseTile phase_tile(int t, int blocks, int per, int 
   return r < size * n0 ? PhaseTile{0, b * per, size, r} : PhaseTile{1, (b - 1) * per, per, r - size * n0};
 }
 
+// Blocks of rows that are walked together: as many minibatches as give the first phase of a group enough tiles for
+// every CTA, so that the second phase of the group before it does not wait for tiles that are still being computed;
+// at most half of the ring.
+__device__ __forceinline__ int group_blocks(int minibatch, int ring, int n0, int ctas) {
+  int minibatches = (5 * ctas / 4 + minibatch * n0 - 1) / (minibatch * n0);
+  return minibatch * max(1, min(minibatches, ring / minibatch / 2));
+}
+
 // Rows first, so that concurrent tiles share the columns' operand; starting at this rank's share of the minibatch,
 // so that the ranks of a group do not all pull from the same peer at once.
 __device__ __forceinline__ int rotated_block(PhaseTile const& p, int rank, int ranks) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
 from mok_megatron.build import load_library
 from mok_megatron.errors import MokBackendError
@@ -29,6 +29,14 @@ class MokError(ctypes.Structure):
     ]
 
 
+class MokTraceTile(ctypes.Structure):
+    """When a CTA handled a tile; times in nanoseconds of the device's clock."""
+
+    _fields_ = [(name, c_int32) for name in ("kind", "block", "column", "sm")] + [
+        (name, c_uint64) for name in ("waiting", "started", "multiplied", "stored")
+    ]
+
+
 class MokWorkspace(ctypes.Structure):
     """Buffers of one rank, and how a launch uses the device."""
 
@@ -41,6 +49,8 @@ class MokWorkspace(ctypes.Structure):
         ("num_ctas", c_int32),
         ("forward_comm_ctas", c_int32),
         ("backward_comm_ctas", c_int32),
+        ("trace", c_void_p),
+        ("trace_tiles", c_int32),
     ]
 
 
@@ -88,7 +98,7 @@ class MokBackward(ctypes.Structure):
 
 GRAD_BF16, GRAD_FP32 = 0, 1
 
-_STRUCTS = (MokShape, MokError, MokWorkspace, MokSchedule, MokForward, MokGrad, MokBackward)
+_STRUCTS = (MokShape, MokError, MokTraceTile, MokWorkspace, MokSchedule, MokForward, MokGrad, MokBackward)
 _STEPS = ("mok_forward_prepare", "mok_forward", "mok_backward_prepare", "mok_backward")
 
 
@@ -130,5 +140,3 @@ def enqueue(step: str, workspace: MokWorkspace, schedule: MokSchedule, operands:
     )
     if status != 0:
         raise MokBackendError(f"{step}: {lib.mok_last_error().decode()} (status {status})")
-
-

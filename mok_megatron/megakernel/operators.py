@@ -103,9 +103,7 @@ def backward(
 
     None where a gradient went to its target or there is no such operand; see BackwardStep.
     """
-    results = torch.ops.mok_megatron.backward(
-        number_of(workspace), *operands.tensors(), dy, saved.tensors(), *targets
-    )
+    results = torch.ops.mok_megatron.backward(number_of(workspace), *operands.tensors(), dy, saved.tensors(), *targets)
     weights = (operands.w1, operands.w2, operands.shared_w1, operands.shared_w2)
     returned = [True, True, operands.shared_scale is not None]
     returned += [w is not None and t is None for w, t in zip(weights, targets, strict=True)]

@@ -54,7 +54,9 @@ def make_problem(
         w1=normal(experts, 2 * inner, hidden, std=hidden**-0.5),
         w2=normal(experts, hidden, inner, std=inner**-0.5),
         dy=normal(tokens, hidden),
-        shared=(normal(2 * shared, hidden, std=hidden**-0.5), normal(hidden, shared, std=shared**-0.5)) if shared else None,
+        shared=(normal(2 * shared, hidden, std=hidden**-0.5), normal(hidden, shared, std=shared**-0.5))
+        if shared
+        else None,
         scale=torch.rand(tokens, generator=generator, device=DEVICE) if scale else None,
     )
 
@@ -161,9 +163,7 @@ class VirtualRanks:
         for dy, step in zip(problem.dy.split(self.splits), forward, strict=True):
             o = step.operands
             weights = (o.w1, o.w2, o.shared_w1, o.shared_w2)
-            targets = [
-                torch.ones_like(w, dtype=main_grad) if main_grad and w is not None else None for w in weights
-            ]
+            targets = [torch.ones_like(w, dtype=main_grad) if main_grad and w is not None else None for w in weights]
             back = BackwardStep(step.workspace, o, step.saved, dy.contiguous(), targets)
             _poison(back.dx, back.dtopk_weights, *(t for t in (back.dshared_scale, *back.fresh) if t is not None))
             back.targets = targets
@@ -230,4 +230,6 @@ def _poison(*tensors: Tensor) -> None:
 
 def kernel_config(**settings: object) -> MokConfig:
     """Settings for small problems: minibatches of two tiles, a short deadline."""
-    return MokConfig(**{"minibatch_size": 2 * TILE_ROWS, "timeout_s": 10.0, "fwd_comm_sms": 0, "bwd_comm_sms": 0, **settings})
+    return MokConfig(
+        **{"minibatch_size": 2 * TILE_ROWS, "timeout_s": 10.0, "fwd_comm_sms": 0, "bwd_comm_sms": 0, **settings}
+    )

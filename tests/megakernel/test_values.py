@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.megakernel.problem import VirtualRanks, kernel_config, make_problem, plain, relative_error, with_rows_per_expert
+from tests.megakernel.problem import (
+    VirtualRanks,
+    kernel_config,
+    make_problem,
+    plain,
+    relative_error,
+    with_rows_per_expert,
+)
 
 pytestmark = pytest.mark.gpu
 
