@@ -85,15 +85,19 @@ def check_with_megatron(words: list[str], plan: Plan | None) -> Any:
     from mok_megatron.pretrain import ON_CPU
 
     world = plan.sizes.world if plan is not None else PRESETS["tiny"].gpus
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    register()
-    if not torch.cuda.is_available():
-        host.enable(training=True)
     words = words if plan is not None else [*ON_CPU, *words]
     errors = io.StringIO()
     job = {"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0"}
-    with mock.patch.dict(os.environ, job), mock.patch.object(sys, "argv", ["pretrain", *words]), _hardware(plan):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, job))
+        stack.enter_context(mock.patch.object(sys, "argv", ["pretrain", *words]))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        register()
+        logging.disable(logging.WARNING)
+        stack.callback(logging.disable, logging.NOTSET)
+        if not torch.cuda.is_available():
+            stack.enter_context(host.cpu_host_mode(training=True))
+        stack.enter_context(_hardware(plan))
         from megatron.training.argument_utils import gpt_config_from_args
         from megatron.training.arguments import parse_args, validate_args
 
@@ -107,7 +111,8 @@ def check_with_megatron(words: list[str], plan: Plan | None) -> Any:
                 gpt_config_from_args(args)
         except SystemExit as error:
             last = errors.getvalue().strip().rpartition("\n")[2]
-            raise DryRunError(f"Megatron's parser refuses this command: {last.partition('error: ')[2] or last}") from error
+            reason = last.partition("error: ")[2] or last
+            raise DryRunError(f"Megatron's parser refuses this command: {reason}") from error
         except MokError:
             raise
         except Exception as error:

@@ -130,6 +130,7 @@ def megatron_flags(preset: Preset, plan: Plan | None, args: argparse.Namespace) 
         words += ["--mock-data"]
     if user_flags(args.user).tokenizer_type is None:
         words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.model.vocab_size)]
+    words += ["--no-create-attention-mask-in-dataloader"]  # attention is causal by itself
     return words
 
 
