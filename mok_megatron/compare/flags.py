@@ -115,8 +115,8 @@ def megatron_flags(preset: Preset, plan: Plan | None, args: argparse.Namespace) 
         words += ["--global-batch-size", str(sizes["global_batch"]), "--use-distributed-optimizer"]
     else:
         words = launch.megatron_arguments(plan)
-        if args.dispatcher != "mok":
-            words = _without(words, [word for word in words if word.startswith("--mok-")])
+        # The fused layer's own defaults were measured; the plan's communication SMs are a prediction.
+        words = _without(words, [word for word in words if word.startswith("--mok-")])
         words[words.index("--moe-token-dispatcher-type") + 1] = dispatcher_type(args.dispatcher)
     if args.batch_schedule:
         words = _without(words, ["--global-batch-size"])

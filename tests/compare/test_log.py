@@ -15,8 +15,8 @@ ARGUMENTS = """
 LINE = (
     " [2026-01-01 00:00:00.000000] iteration {step:8d}/      12 | consumed samples: {samples:12d} | elapsed time per "
     "iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): {tflops:.1f} | learning rate: 7.4E-04 | global batch "
-    "size:     8 | lm loss: {loss:.6E} | seq_load_balancing_loss: 1.0E+00 | loss scale: 1.0 | grad norm: 1.273 | number "
-    "of skipped iterations:   0 | number of nan iterations:   0 |Number of parameters in billions: 0.0007\n"
+    "size:     8 | lm loss: {loss:.6E} | seq_load_balancing_loss: 1.0E+00 | loss scale: 1.0 | grad norm: 1.273 | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 |Number of parameters in billions: 0.0007\n"
 )
 MEMORY = (
     "[Rank {rank}] (after {step} iterations) memory (MB) | allocated: 10.00 | max allocated: {peak:.2f} | reserved: 1\n"
