@@ -3,7 +3,7 @@
 #
 #   scripts/pretrain_deepseek_v3.sh --dry-run              the full recipe: prints the command and checks it, no GPU
 #   scripts/pretrain_deepseek_v3.sh --preset proxy-2gpu    trains a proxy on this machine
-#   srun --ntasks-per-node=1 scripts/pretrain_deepseek_v3.sh --data-path tokens --tokenizer-type ... --save ckpt
+#   srun --ntasks-per-node=1 --kill-on-bad-exit=1 scripts/pretrain_deepseek_v3.sh --data-path tokens --save saved ...
 #
 #   --preset P       full (default: 671B, EP 64, PP and DP sized from the number of GPUs), proxy-8gpu, proxy-2gpu,
 #                    tiny (two CPU processes)
@@ -13,9 +13,11 @@
 #   --dry-run        prints command, environment and parallel layout, checks them without GPUs, and ends
 # Every other argument goes to Megatron, unchanged and last, so that it wins over the recipe: --data-path PREFIX (else
 # mock data), --tokenizer-type ..., --save DIR, --train-iters N (a short run instead of the report's 14.8T tokens) ...
+# Parallel sizes and batches among them are planned with; a changed shape (--num-layers, --seq-length) is not.
 #
 # Environment
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes without Slurm; under srun they come from its variables
+#                    (which nodes: sbatch as `mok-megatron plan --output` writes it, so that expert groups stay in a rack)
 #   GPUS_PER_NODE    default: all that torch sees
 #   MEGATRON_LM      a Megatron-LM checkout: runs its pretrain_gpt.py instead of the installed megatron.training
 #   PYTHON           an interpreter whose environment is used as it is; default: .venv, set up first if need be

@@ -17,7 +17,7 @@ from typing import Any
 from mok_megatron.compare import report, runs
 from mok_megatron.compare.dispatchers import DISPATCHERS, missing
 from mok_megatron.compare.draw import draw
-from mok_megatron.compare.flags import DATA_FLAGS, uses_transformer_engine
+from mok_megatron.compare.flags import names_data, uses_transformer_engine
 from mok_megatron.compare.log import Training, read_log
 from mok_megatron.compare.presets import PRESETS, Preset, find_preset, preset_model
 from mok_megatron.errors import MokError, Problems
@@ -146,7 +146,7 @@ def _make_folder(folder: Path) -> None:
 
 def _data(preset: Preset, folder: Path, user: list[str]) -> list[str]:
     """Flags of real text, a token a byte, where the user names no data: random tokens would have nothing to learn."""
-    if any(flag in user for flag in DATA_FLAGS):
+    if names_data(user):
         return []
     from mok_megatron.training.data import VOCABULARY, standard_library_text, write_indexed_dataset
 

@@ -99,6 +99,11 @@ def user_flags(user: list[str]) -> argparse.Namespace:
     return known
 
 
+def names_data(user: list[str]) -> bool:
+    """Whether the user's flags say what to train on, be it mock data."""
+    return any(word.partition("=")[0] in DATA_FLAGS for word in user)
+
+
 def uses_transformer_engine(preset: Preset, user: list[str]) -> bool:
     """Whether the layers are Transformer Engine's: on GPUs, unless the user says otherwise."""
     return preset.on_gpus and user_flags(user).transformer_impl in (None, "transformer_engine")
@@ -126,7 +131,7 @@ def megatron_flags(preset: Preset, plan: Plan | None, args: argparse.Namespace) 
     words += ["--rotary-scaling-factor", "1.0"]
     if grouped and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         words += ["--no-gradient-accumulation-fusion"]  # Apex's kernel, without which Megatron's output layer stops
-    if not any(flag in args.user for flag in DATA_FLAGS):
+    if not names_data(args.user):
         words += ["--mock-data"]
     if user_flags(args.user).tokenizer_type is None:
         words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.model.vocab_size)]

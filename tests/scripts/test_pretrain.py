@@ -1,16 +1,17 @@
 """``scripts/pretrain_deepseek_v3.sh`` as a user runs it: dry runs, refusals, and the tiny preset on the CPU."""
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from mok_megatron.compare import dry_run as module
 from mok_megatron.compare.log import read_log
 from mok_megatron.compare.presets import PRESETS
 
@@ -25,25 +26,47 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.fixture(scope="module")
-def dry_runs() -> dict[str, subprocess.CompletedProcess]:
-    """Every preset's dry run, two at a time: each imports Megatron."""
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(PRESETS, pool.map(lambda p: run("--preset", p, "--dry-run"), PRESETS), strict=True))
+@pytest.fixture
+def dry_run(tmp_path, capsys):
+    """A dry run whose last step, which imports Megatron for seconds, happens in this process: (status, output)."""
+    python, passed_on = tmp_path / "python", tmp_path / "passed_on"
+    python.write_text(
+        f"""#!/bin/sh
+case "$*" in
+*mok_megatron.compare.dry_run*) printf '%s\\0' "$@" >{passed_on} ;;
+*) exec {sys.executable} "$@" ;;
+esac
+"""
+    )
+    python.chmod(0o755)
+
+    def run_here(*arguments: str, **environment: str) -> tuple[int, str]:
+        done = run(*arguments, "--dry-run", PYTHON=str(python), **environment)
+        assert done.returncode == 0, done.stderr
+        words = passed_on.read_text().split("\0")[:-1]
+        assert words[:2] == ["-m", "mok_megatron.compare.dry_run"]
+        capsys.readouterr()
+        status = module.main(words[2:])
+        captured = capsys.readouterr()
+        return status, done.stdout + captured.out + captured.err
+
+    return run_here
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_dry_run_prints_and_checks(dry_runs, preset):
-    done = dry_runs[preset]
-    assert done.returncode == 0, done.stderr
+def test_dry_run_prints_and_checks(dry_run, preset):
+    status, text = dry_run("--preset", preset)
+    assert status == 0, text
     for part in ("--moe-token-dispatcher-type mok", "CUDA_DEVICE_MAX_CONNECTIONS=1", "parallel layout"):
-        assert part in done.stdout
-    assert "Megatron's parser, validation and model configuration accept the command" in done.stdout
-    assert f"on {PRESETS[preset].gpus:,} ranks" in done.stdout
+        assert part in text
+    assert "Megatron's parser, validation and model configuration accept the command" in text
+    assert f"on {PRESETS[preset].gpus:,} ranks" in text
 
 
-def test_full_follows_the_reports_schedule(dry_runs):
-    text = dry_runs["full"].stdout
+def test_full_follows_the_reports_schedule():
+    done = run("--dry-run")
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
     tokens = 14.8e12
     samples = int(text.split("--train-samples ")[1].split()[0])
     assert samples * 4096 == pytest.approx(tokens, rel=1e-9)
@@ -55,20 +78,20 @@ def test_full_follows_the_reports_schedule(dry_runs):
     assert "every expert group lies inside one NVLink domain" in text
 
 
-def test_dry_run_of_several_nodes_and_a_checkout_with_the_users_flags_last(tmp_path):
+def test_dry_run_of_several_nodes_and_a_checkout_with_the_users_flags_last(dry_run, tmp_path):
     (tmp_path / "pretrain_gpt.py").touch()
     user = ["--train-iters", "20", "--lr", "1e-5", "--made-up-flag"]
     where = {"NNODES": "16", "NODE_RANK": "3", "MASTER_ADDR": "first", "GPUS_PER_NODE": "8"}
     where["MEGATRON_LM"] = str(tmp_path)
     cluster = ["--cluster", "hgx_h200_8gpu", "--expert-model-parallel-size", "8", "--dispatcher=alltoall"]
-    done = run("--dry-run", *cluster, *user, **where)
-    assert done.returncode == 2
-    assert "Megatron's parser refuses this command: unrecognized arguments: --made-up-flag" in done.stderr
-    assert "--nnodes 16" in done.stdout and "--node-rank 3" in done.stdout and "--master-addr first" in done.stdout
-    command = done.stdout.partition("environment\n")[0].replace("\\\n", " ").split()
+    status, text = dry_run(*cluster, *user, **where)
+    assert status == 2
+    assert "Megatron's parser refuses this command: unrecognized arguments: --made-up-flag" in text
+    assert "--nnodes 16" in text and "--node-rank 3" in text and "--master-addr first" in text
+    command = text.partition("environment\n")[0].replace("\\\n", " ").split()
     assert command[-len(user) :] == user
     assert "--train-samples" not in command
-    assert f"{tmp_path}/pretrain_gpt.py" in command and f"PYTHONPATH={tmp_path}" in done.stdout
+    assert f"{tmp_path}/pretrain_gpt.py" in command and f"PYTHONPATH={tmp_path}" in text
     assert command[command.index("--moe-token-dispatcher-type") + 1] == "alltoall"
 
 
@@ -90,6 +113,73 @@ def test_bad_input_is_refused_in_one_message(arguments, environment, part):
     assert done.returncode == 2
     assert part in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 3
+
+
+@pytest.fixture
+def with_gpus(tmp_path):
+    """The script on a node that says it has so many H200s; its launch is printed instead of started."""
+    python = tmp_path / "python"
+
+    def run_there(gpus: int, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        python.write_text(
+            f"""#!/bin/sh
+case "$*" in
+*torch.cuda.device_count*) echo {gpus} NVIDIA H200 ;;
+*torch.distributed.run*) echo "$@" ;;
+*) exec {sys.executable} "$@" ;;
+esac
+"""
+        )
+        python.chmod(0o755)
+        return run(*arguments, PYTHON=str(python), **environment)
+
+    return run_there
+
+
+def test_a_launch_uses_the_gpus_found(with_gpus):
+    user = ["--transformer-impl", "local"]
+    done = with_gpus(2, "--preset", "proxy-2gpu", *user)
+    assert done.returncode == 0, done.stderr
+    command = done.stdout.split()
+    assert command[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert command[5:7] == ["-m", "mok_megatron.pretrain"] and command[-2:] == user
+    assert "2 GPUs of Two NVIDIA H200s over NVLink" in done.stderr
+
+
+def test_a_launch_on_several_nodes(with_gpus):
+    step = {"SLURM_STEP_NUM_NODES": "128", "SLURM_STEP_NUM_TASKS": "128", "SLURM_NODEID": "7", "MASTER_ADDR": "node01"}
+    user = ["--expert-model-parallel-size", "8", "--transformer-impl", "local", "--train-iters", "5"]
+    done = with_gpus(8, *user, **step)
+    assert done.returncode == 0, done.stderr
+    start = "--nnodes 128 --node-rank 7 --master-addr node01 --master-port 29500 --nproc-per-node 8"
+    assert start in done.stdout
+    assert "on 1,024 GPUs of NVIDIA HGX H200" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "environment", "part"),
+    [
+        (1, ["--preset", "proxy-2gpu"], {}, "runs on 2 GPUs, and 1 were found"),
+        (8, ["--transformer-impl", "local"], {}, "--expert-model-parallel-size 64 does not fit whole"),
+        (2, ["--preset", "proxy-8gpu"], {"GPUS_PER_NODE": "8"}, "torch sees 2 GPUs here"),
+        (2, ["--preset", "proxy-2gpu", "--gpus", "4"], {}, "this launch has 1 x 2"),
+        (8, [], {"NNODES": "128", "NODE_RANK": "0"}, "NVLink domain"),
+        (8, ["--expert-model-parallel-size", "8", "--transformer-impl", "local"], {"NNODES": "128"}, "set MASTER_ADDR"),
+    ],
+)
+def test_a_launch_that_does_not_fit_is_refused(with_gpus, gpus, arguments, environment, part):
+    done = with_gpus(gpus, *arguments, **environment)
+    assert done.returncode == 2 and done.stdout == ""
+    assert part in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
+)
+def test_missing_transformer_engine_is_named(with_gpus):
+    done = with_gpus(2, "--preset", "proxy-2gpu", "--dispatcher", "hybridep")
+    assert done.returncode == 2
+    assert "Transformer Engine is not installed" in done.stderr and "EXTRAS=te" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -118,11 +208,11 @@ def test_a_killed_rank_ends_the_others(tmp_path):
         launch = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT)
     try:
         saved = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
-        _wait(lambda: saved.exists() or launch.poll() is not None, 120)
+        _wait(lambda: saved.exists() or launch.poll() is not None, 70)
         ranks = _children(launch.pid)
         assert len(ranks) == 2, log.read_text()[-3000:]
         os.kill(ranks[1], signal.SIGKILL)
-        assert launch.wait(timeout=60) not in (0, None)
+        assert launch.wait(timeout=100) not in (0, None)
     finally:
         launch.terminate()
         launch.wait()
