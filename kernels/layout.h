@@ -47,7 +47,8 @@ class Allocator {
 struct SymmetricLayout {
   size_t routes_flag;   // [ranks] u32: epoch of the routes that have arrived
   size_t input_flag;    // [ranks] u32: epoch of the input that may be pulled
-  size_t done_flag;     // [ranks] u32: 4 * epoch + two bits, when all rows have been pushed
+  size_t done_flag;     // [2][ranks] u32: 4 * epoch + two bits, when all rows have been pushed; by parity of the
+                        // epoch, because a peer that needs no rows from this rank can be a launch ahead
   size_t announcement;  // [ranks] Announcement
   size_t ids;           // [ranks][max_tokens * K] i32
   size_t weights;       // [ranks][max_tokens * K] f32
@@ -62,7 +63,7 @@ struct SymmetricLayout {
     size_t routes = size_t(s.max_tokens) * s.topk, row = size_t(s.hidden) * 2;
     routes_flag = a.take(s.ranks * 4ull);
     input_flag = a.take(s.ranks * 4ull);
-    done_flag = a.take(s.ranks * 4ull);
+    done_flag = a.take(2 * s.ranks * 4ull);
     announcement = a.take(s.ranks * sizeof(Announcement));
     ids = a.take(s.ranks * routes * 4);
     weights = a.take(s.ranks * routes * 4);

@@ -32,6 +32,7 @@ struct SharedMemory {
   uint64_t tile_full[kTileSlots], tile_done[kTileSlots], tile_empty[kTileSlots];
   uint64_t claim;  // the producer is about to need another tile
   Waiter waiter;
+  bool stopped;  // before this launch: then it does nothing, having no schedule, and peers may still read
   Tile tiles[kTileSlots];
 };
 static_assert(sizeof(Stages) + kPullRingBytes == kCommWarps * kPullRingBytes);
@@ -150,9 +151,11 @@ __global__ __launch_bounds__(kThreads, 1) void megakernel(__grid_constant__ type
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     s.waiter = {ptx::nanoseconds() + c.timeout_ns, &counters.stop.value, c.shape.rank, counters.epoch.value + 1, {}};
+    s.stopped = s.waiter.stopped();
     init_barriers(s);
   }
   __syncthreads();
+  if (s.stopped) return;
   // The prepare kernel has put the input where peers can pull it.
   if (blockIdx.x == 0)
     for (int peer = threadIdx.x; peer < c.shape.ranks; peer += kThreads)

@@ -54,10 +54,16 @@ class MokConfig:
         type=int,
     )
     fwd_comm_sms: int = _setting(
-        4, "SMs that only move tokens during the forward; 0: idle warps of the other SMs move them.", type=int
+        0,
+        "SMs that only move tokens during the forward; 0: idle warps of the other SMs move them, which is faster "
+        "on Hopper.",
+        type=int,
     )
     bwd_comm_sms: int = _setting(
-        4, "SMs that only move tokens during the backward; 0: idle warps of the other SMs move them.", type=int
+        0,
+        "SMs that only move tokens during the backward; 0: idle warps of the other SMs move them, which is faster "
+        "on Hopper.",
+        type=int,
     )
     num_sms: int | None = _setting(
         None, "SMs that the kernel may take, communication included. Default: all of the device.", type=int

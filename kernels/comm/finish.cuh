@@ -15,6 +15,7 @@ constexpr int kFinishThreads = 256, kFinishBarrier = 1;
 __device__ inline bool exchange_done(Common const& c, Waiter const& waiter, int thread, int compute_ctas, bool evicts,
                                      bool forward) {
   constexpr uint32_t kFailed = 1, kEvicts = 2;
+  uint32_t const of_this_epoch = waiter.epoch % 2 * c.shape.ranks;
   ptx::fence_sys();  // this thread's pushes, before any flag below
   ptx::named_barrier(kFinishBarrier, kFinishThreads);
   Counters& counters = c.counters();
@@ -23,18 +24,17 @@ __device__ inline bool exchange_done(Common const& c, Waiter const& waiter, int 
       uint32_t done = 4 * waiter.epoch + (evicts ? kEvicts : 0) + (counters.failed.value ? kFailed : 0);
       for (int step = 0; step < c.shape.ranks; ++step) {
         int peer = (c.shape.rank + step) % c.shape.ranks;
-        ptx::store_release_sys(c.peer<uint32_t>(peer, c.symmetric.done_flag) + c.shape.rank, done);
+        ptx::store_release_sys(c.peer<uint32_t>(peer, c.symmetric.done_flag) + of_this_epoch + c.shape.rank, done);
       }
     }
   }
   for (int peer = thread; peer < c.shape.ranks; peer += kFinishThreads) {
-    uint32_t const* flag = c.own<uint32_t>(c.symmetric.done_flag) + peer;
+    uint32_t const* flag = c.own<uint32_t>(c.symmetric.done_flag) + of_this_epoch + peer;
     if (!waiter.peer_flag(flag, 4 * waiter.epoch, MOK_FLAG_DONE, peer)) continue;
     if (int(blockIdx.x) != c.comm_ctas) continue;  // one CTA is enough for what follows
     uint32_t bits = ptx::load_acquire_sys(flag) - 4 * waiter.epoch;
-    // A peer may already be a launch ahead; then it did not fail, or this rank would not have let it go.
-    if (bits < 4 && (bits & kFailed) && peer != c.shape.rank) waiter.note(MOK_PEER_FAILED, MOK_FLAG_DONE, peer, -1, 0, 1);
-    if (forward && bits < 4 && (bits & kEvicts)) atomicOr(c.schedule.info + 2, 1);
+    if ((bits & kFailed) && peer != c.shape.rank) waiter.note(MOK_PEER_FAILED, MOK_FLAG_DONE, peer, -1, 0, 1);
+    if (forward && (bits & kEvicts)) atomicOr(c.schedule.info + 2, 1);
   }
   ptx::named_barrier(kFinishBarrier, kFinishThreads);
   return !waiter.stopped();

@@ -80,7 +80,7 @@ class Puller {
         }
       }
       __syncwarp();
-      if (lane == 0) {
+      if (lane == 0 && ok) {
         if (padding > 0) ptx::add_release_gpu(j.arrived, padding);
         if (padding < rows) note(j.arrived, rows - padding);
       }

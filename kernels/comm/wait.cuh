@@ -32,7 +32,9 @@ struct Waiter {
   }
   // Notes an error and lets the launch run on, so that peers need not wait for their deadline.
   __device__ __forceinline__ void note(int code, int flag, int peer, int index, uint32_t expected, uint32_t seen) const {
-    noted = MokError{code, flag, rank, peer, index, expected, seen, epoch};
+    if (atomicCAS(&noted.code, MOK_OK, code) != MOK_OK) return;
+    noted.flag = flag, noted.rank = rank, noted.peer = peer, noted.index = index;
+    noted.expected = expected, noted.seen = seen, noted.epoch = epoch;
   }
   __device__ __forceinline__ bool stopped() const { return ptx::load_relaxed_gpu(stop) != 0; }
 

@@ -25,27 +25,39 @@ __device__ __forceinline__ void prefetch_dhidden(DHiddenOutput const& out, int t
     ptx::bulk_prefetch(out.gate_up + size_t(row) * 2 * out.width + thread % 2 * out.width + out.col, cols * 2);
 }
 
-// The accumulators are used up. A quarter of them (one half of the rows, four groups of 32 columns) is handled at a
-// time in a loop that moves the next quarter into its place: unrolled, the code would not fit the instruction cache.
+// One half of a thread's rows, 64 columns of the tile.
+struct GateUp {
+  uint4 gate[2], up[2];
+};
+__device__ __forceinline__ GateUp load_gate_up(DHiddenOutput const& out, int part, int thread) {
+  GateUp v;
+  int row = accumulator_row(thread, part / 4);
+  auto const* from = out.gate_up + size_t(row) * 2 * out.width;
+#pragma unroll
+  for (int g = 0; g < 2; ++g) {
+    int col = out.col + part % 4 * 64 + g * 32 + thread % 4 * 8;
+    bool load = part < 8 && row < out.rows && col < out.width;
+    v.gate[g] = load ? ptx::load_l2(from + col) : make_uint4(0, 0, 0, 0);
+    v.up[g] = load ? ptx::load_l2(from + out.width + col) : make_uint4(0, 0, 0, 0);
+  }
+  return v;
+}
+
+// The accumulators are used up: an eighth of them is handled at a time, in a loop that moves the next eighth into its
+// place. Unrolled, the code would not fit the instruction cache. Loads are one eighth ahead.
 __device__ __forceinline__ void store_dhidden(Accumulator& acc, DHiddenOutput const& out, float const (&weight)[2],
                                               float* const (&row_sum)[2], int thread) {
   float sum = 0.f;
+  GateUp next = load_gate_up(out, 0, thread);
 #pragma unroll 1
-  for (int quarter = 0; quarter < 4; ++quarter) {
-    int half = quarter / 2, row = accumulator_row(thread, half);
-    int first = out.col + quarter % 2 * 128 + thread % 4 * 8;
-    bool in = row < out.rows;
+  for (int part = 0; part < 8; ++part) {
+    GateUp const now = next;
+    next = load_gate_up(out, part + 1, thread);
+    int half = part / 4, row = accumulator_row(thread, half);
     size_t wide = size_t(row) * 2 * out.width;
     float w = half == 0 ? weight[0] : weight[1];
-    uint4 gates[4], ups[4];  // all loads in flight at once
 #pragma unroll
-    for (int g = 0; g < 4; ++g) {
-      bool load = in && first + g * 32 < out.width;
-      gates[g] = load ? ptx::load_l2(out.gate_up + wide + first + g * 32) : make_uint4(0, 0, 0, 0);
-      ups[g] = load ? ptx::load_l2(out.gate_up + wide + out.width + first + g * 32) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
+    for (int g = 0; g < 2; ++g) {
       float d0[4], d1[4];
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
@@ -54,8 +66,8 @@ __device__ __forceinline__ void store_dhidden(Accumulator& acc, DHiddenOutput co
       }
       quad_transpose(d0);
       quad_transpose(d1);
-      uint32_t const gate[4] = {gates[g].x, gates[g].y, gates[g].z, gates[g].w};
-      uint32_t const up[4] = {ups[g].x, ups[g].y, ups[g].z, ups[g].w};
+      uint32_t const gate[4] = {now.gate[g].x, now.gate[g].y, now.gate[g].z, now.gate[g].w};
+      uint32_t const up[4] = {now.up[g].x, now.up[g].y, now.up[g].z, now.up[g].w};
       uint32_t dgate[4], dup[4], hidden[4];
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
@@ -68,28 +80,31 @@ __device__ __forceinline__ void store_dhidden(Accumulator& acc, DHiddenOutput co
         dgate[p] = pack(e0 * u.x * fmaf(silu0, 1.f - s0, s0), e1 * u.y * fmaf(silu1, 1.f - s1, s1));
         hidden[p] = pack(w * h0, w * h1);
       }
-      if (in && first + g * 32 < out.width) {
-        ptx::store_16(out.dgate_up + wide + first + g * 32, as_uint4(dgate));
-        ptx::store_16(out.dgate_up + wide + out.width + first + g * 32, as_uint4(dup));
-        ptx::store_16(out.hidden + size_t(row) * out.width + first + g * 32, as_uint4(hidden));
+      int col = out.col + part % 4 * 64 + g * 32 + thread % 4 * 8;
+      if (row < out.rows && col < out.width) {
+        ptx::store_16(out.dgate_up + wide + col, as_uint4(dgate));
+        ptx::store_16(out.dgate_up + wide + out.width + col, as_uint4(dup));
+        ptx::store_16(out.hidden + size_t(row) * out.width + col, as_uint4(hidden));
       }
     }
-    if (quarter % 2 == 1) {
+    if (part % 4 == 3) {
       sum = quad_sum(sum);
       float* to = half == 0 ? row_sum[0] : row_sum[1];
       if (to != nullptr && thread % 4 == 0) *to = sum;
       sum = 0.f;
     }
-    // Quarters in order: columns 0 .. 127 and 128 .. 255 of the first rows, then of the second.
+    // Eighths in order: 64 columns after 64 of the first rows, then of the second.
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
+    for (int j = 0; j < 32; ++j) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float next_half = acc(4 * j + 2 + i);
-        acc(4 * j + i) = acc(4 * (j + 16) + i);
-        acc(4 * (j + 16) + i) = next_half;
-        acc(4 * j + 2 + i) = acc(4 * (j + 16) + 2 + i);
+        acc(4 * j + i) = j < 24 ? acc(4 * (j % 24 + 8) + i) : acc(4 * (j % 8) + 2 + i);
       }
+    }
+#pragma unroll
+    for (int j = 0; j < 24; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) acc(4 * j + 2 + i) = acc(4 * (j + 8) + 2 + i);
     }
   }
 }

@@ -33,8 +33,10 @@ __device__ void copy_input(Common const& c, void const* from, size_t to) {
 }
 
 // Writes this rank's routes into every peer's memory, nearest rank number first so that not all write to rank 0.
-__device__ void send_routes(Common const& c, int32_t const* ids, float const* weights, uint32_t epoch) {
-  int n = c.tokens * c.shape.topk;
+__device__ void send_routes(Common const& c, int32_t const* ids, float const* weights, Waiter const& waiter) {
+  int n = c.tokens * c.shape.topk, experts = c.shape.ranks * c.shape.experts_local;
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < n; i += gridDim.x * kThreads)
+    if (ids[i] < -1 || ids[i] >= experts) waiter.note(MOK_BAD_ROUTE, MOK_FLAG_NONE, -1, i, experts, uint32_t(ids[i]));
   size_t mine = size_t(c.shape.rank) * c.shape.max_tokens * c.shape.topk;
   for (int step = 0; step < c.shape.ranks; ++step) {
     int peer = (c.shape.rank + step) % c.shape.ranks;
@@ -54,7 +56,7 @@ __device__ void send_routes(Common const& c, int32_t const* ids, float const* we
   if (!last) return;
   for (int peer = threadIdx.x; peer < c.shape.ranks; peer += kThreads) {
     c.peer<Announcement>(peer, c.symmetric.announcement)[c.shape.rank] = {uint32_t(c.tokens), c.signature};
-    ptx::store_release_sys(c.peer<uint32_t>(peer, c.symmetric.routes_flag) + c.shape.rank, epoch);
+    ptx::store_release_sys(c.peer<uint32_t>(peer, c.symmetric.routes_flag) + c.shape.rank, waiter.epoch);
   }
 }
 
@@ -92,7 +94,7 @@ __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
   uint32_t epoch = waiter.epoch;
   int ranks = c.shape.ranks, experts = c.shape.experts_local, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  if (p.forward) send_routes(c, p.ids, p.weights, epoch);
+  if (p.forward) send_routes(c, p.ids, p.weights, waiter);
   clear_counters(c);
   copy_input(c, p.input, c.symmetric.input);
   if (p.input_again != nullptr && c.schedule.info[2]) copy_input(c, p.input_again, c.symmetric.input_again);
@@ -234,7 +236,11 @@ __global__ __launch_bounds__(kThreads) void prepare_kernel(__grid_constant__ Pre
     Counters& counters = c.counters();
     waiter = {ptx::nanoseconds() + c.timeout_ns, &counters.stop.value, c.shape.rank, counters.epoch.value + 1, {}};
   }
+  __shared__ bool stopped;
+  if (threadIdx.x == 0) stopped = waiter.stopped();
   __syncthreads();
+  // A rank that has given up does nothing more: peers may still be reading what an earlier launch left.
+  if (stopped) return;
   prepare(p, waiter);
   __syncthreads();
   if (threadIdx.x == 0) waiter.publish(c.error);

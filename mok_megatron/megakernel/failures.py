@@ -5,7 +5,7 @@ from __future__ import annotations
 from mok_megatron.errors import MokCapacityError, MokError, MokInputError, MokTimeoutError
 from mok_megatron.megakernel.binding import MokError as Record
 
-TIMEOUT, OVERFLOW, SHAPE_MISMATCH, PEER_FAILED = 1, 2, 3, 4
+TIMEOUT, OVERFLOW, SHAPE_MISMATCH, PEER_FAILED, BAD_ROUTE = 1, 2, 3, 4, 5
 
 # What each flag of kernels/mok_api.h stands for; {peer} is filled in.
 FLAGS = {
@@ -41,6 +41,12 @@ def failure(record: Record, timeout_s: float) -> MokError:
         return MokCapacityError(
             f"{where}: rank {record.peer} could not hold its rows, so this step's results are not valid; its own "
             "message says how many there were"
+        )
+    if record.code == BAD_ROUTE:
+        number = record.seen - (1 << 32) if record.seen >= 1 << 31 else record.seen
+        return MokInputError(
+            f"{where}: topk_ids holds {number} (at flat index {record.index}), so this step's results are not valid; "
+            f"expert numbers are 0 to {record.expected - 1}, and -1 for no route"
         )
     waited_for = FLAGS.get(record.flag, f"flag {record.flag}").format(peer=record.peer, index=record.index)
     return MokTimeoutError(

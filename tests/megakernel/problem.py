@@ -171,9 +171,13 @@ class VirtualRanks:
         return steps
 
     def launch(self, steps: list, leave_out: Sequence[int] = ()) -> None:
-        """Enqueue every rank's prepare, then every rank's main launch, each on the rank's stream."""
-        torch.cuda.synchronize()
+        """Enqueue every rank's prepare, then every rank's main launch, each on the rank's stream.
+
+        The wait in between is for this test harness alone: streams share a few hardware queues, in which a launch that
+        depends on an earlier one waits for everything before it, other ranks' kernels included.
+        """
         for name in ("prepare", "run"):
+            torch.cuda.synchronize()
             for rank, (step, stream) in enumerate(zip(steps, self.streams, strict=True)):
                 if rank not in leave_out:
                     with torch.cuda.stream(stream):

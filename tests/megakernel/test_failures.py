@@ -56,6 +56,17 @@ def test_ranks_that_launch_different_steps():
         assert isinstance(error, MokInputError) and f"rank {1 - rank} launched" in str(error)
 
 
+@pytest.mark.parametrize("number", [4, -2])
+def test_an_expert_that_does_not_exist(number):
+    problem = make_problem(200, 128, 64, 4, 2)
+    problem.ids[150, 1] = number
+    run = VirtualRanks(problem, 2, kernel_config())
+    run.launch(run.forward_steps(problem))
+    assert error_of(run.spaces[0]) is None
+    error = error_of(run.spaces[1])
+    assert isinstance(error, MokInputError) and f"topk_ids holds {number} (at flat index 101)" in str(error)
+
+
 def test_more_rows_than_the_schedule_holds():
     problem = make_problem(1000, 128, 64, 4, 2)
     problem.ids[:] = torch.tensor([0, 1], dtype=torch.int32, device="cuda")  # all of it on rank 0
