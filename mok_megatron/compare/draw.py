@@ -21,6 +21,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     curves = figure.add_subplot(grid[0, 0])
     gaps = figure.add_subplot(grid[1, 0], sharex=curves)
     bars = figure.add_subplot(grid[:, 1])
+    different = False
     width = 1.0 + 1.5 * len(results)
     for name, result in results.items():  # wide lines first, so that curves on top of one another all show
         steps = range(1, len(result["loss"]) + 1)
@@ -28,8 +29,9 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         width -= 1.5
         if base is not None and result is not base:
             differences = [abs(a - b) or None for a, b in zip(result["loss"], base["loss"], strict=False)]
+            different = different or any(differences)
             gaps.semilogy(steps[: len(differences)], differences, ".", color=COLOURS[name], label=name)
-    if not gaps.lines or not any(d for line in gaps.lines for d in line.get_ydata()):
+    if not different:
         gaps.text(0.5, 0.5, "no difference", ha="center", va="center", transform=gaps.transAxes)
     curves.set_ylabel("loss")
     curves.xaxis.set_major_locator(MaxNLocator(integer=True))
