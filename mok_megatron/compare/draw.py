@@ -32,7 +32,8 @@ def draw(summary: dict[str, Any], path: Path) -> None:
             different = different or any(differences)
             gaps.semilogy(steps[: len(differences)], differences, ".", color=COLOURS[name], label=name)
     if not different:
-        gaps.text(0.5, 0.5, "no difference", ha="center", va="center", transform=gaps.transAxes)
+        words = "no difference" if base is not None else f"{summary['baseline']} was not run"
+        gaps.text(0.5, 0.5, words, ha="center", va="center", transform=gaps.transAxes)
     curves.set_ylabel("loss")
     curves.xaxis.set_major_locator(MaxNLocator(integer=True))
     curves.legend(frameon=False)
