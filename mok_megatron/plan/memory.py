@@ -100,7 +100,7 @@ def workspace(model: ModelConfig, ep: int, tokens: int, config: MokConfig) -> di
     }
     if evicts:
         tiles = -(-2 * inner // 128) * -(-hidden // 256) + -(-hidden // 128) * -(-inner // 256)
-        items["sums of an expert that a macrobatch cuts, fp32"] = tiles * 128 * 256 * 4
+        items["sums of the experts that the ends of a macrobatch cut, fp32"] = 2 * tiles * 128 * 256 * 4
     return items
 
 
