@@ -85,7 +85,7 @@ def _cell(milliseconds: float, ours: float | None) -> str:
 def record(results: list[Result], ranks: int, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Everything that is needed to repeat the run and to compare it: JSON-serialisable."""
     return {
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(["mok-megatron", *sys.argv[1:]]),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "ranks": ranks,

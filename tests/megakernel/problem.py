@@ -138,7 +138,8 @@ class VirtualRanks:
         )  # fmt: skip
         self.ranks = ranks
         self.spaces = virtual_workspaces(shape, config, DEVICE)
-        self.streams = [torch.cuda.Stream(DEVICE) for _ in range(ranks)]
+        # torch hands out 32 streams of a priority, then the same again: two priorities keep 64 ranks apart.
+        self.streams = [torch.cuda.Stream(DEVICE, priority=-(rank // 32)) for rank in range(ranks)]
 
     def check(self) -> None:
         """Raise what any rank has recorded."""

@@ -42,7 +42,8 @@ def test_a_rank_that_leaves_out_the_backward():
     run.launch(run.backward_steps(problem, forward), leave_out=[0])
     error = error_of(run.spaces[1])
     assert isinstance(error, MokTimeoutError)
-    assert "output gradients) of rank 0" in str(error)
+    # Two waits on that rank end at the same deadline; either may be noted first.
+    assert "output gradients) of rank 0" in str(error) or "rank 0 to push its last row" in str(error)
 
 
 def test_ranks_that_launch_different_steps():
