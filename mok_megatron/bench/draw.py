@@ -1,4 +1,7 @@
-"""`python -m mok_megatron.bench.draw RECORD.json PICTURE.png`: the times of a bench record as bars."""
+"""`python -m mok_megatron.bench.draw RECORD.json PICTURE.png`: a bench record as a picture and as a Markdown table.
+
+The figures of the README and of docs/results are this table, printed from the record beside them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def draw(record: dict[str, Any], picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     results = record["results"]
-    names = list(dict.fromkeys(i["name"] for result in results for i in result["implementations"]))
+    names = _names(record)
     figure, panels = plt.subplots(1, len(DIRECTIONS), figsize=(12, 4.2), layout="constrained")
     for panel, direction in zip(panels, DIRECTIONS, strict=True):
         for place, name in enumerate(names):
@@ -46,6 +49,36 @@ def draw(record: dict[str, Any], picture: Path) -> None:
     plt.close(figure)
 
 
+def table_rows(record: dict[str, Any]) -> list[str]:
+    """Markdown rows, one a shape: sizes, mok, every other implementation with its ratios to mok, products alone.
+
+    Each cell is forward / forward and backward in milliseconds.
+    """
+    rows = []
+    names = _names(record)
+    for result in record["results"]:
+        shape, floor = result["shape"], result["floor"]
+        sizes = ", ".join(str(shape[name]) for name in ("tokens", "hidden", "intermediate", "experts", "topk"))
+        times = {i["name"]: i["times"] for i in result["implementations"] if i["times"]}
+        ours = times["mok"]
+        cells = [sizes, f"{ours['forward']:.2f} / {ours['both']:.2f}"]
+        for name in names[1:]:
+            if name not in times:
+                cells.append("-")
+                continue
+            other = times[name]
+            ratios = ", ".join(f"{other[d] / ours[d]:.2f}x" for d in DIRECTIONS)
+            cells.append(f"{other['forward']:.2f} / {other['both']:.2f} ({ratios})")
+        cells.append(f"{floor['forward']:.2f} / {floor['forward'] + floor['backward']:.2f}")
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def _names(record: dict[str, Any]) -> list[str]:
+    """Implementations in the order of the record, mok first."""
+    return list(dict.fromkeys(["mok", *(i["name"] for r in record["results"] for i in r["implementations"])]))
+
+
 def _time(result: dict[str, Any], name: str, direction: str) -> float:
     for implementation in result["implementations"]:
         if implementation["name"] == name and implementation["times"]:
@@ -58,5 +91,12 @@ def _label(shape: dict[str, int]) -> str:
     return f"{first}\nI {shape['intermediate']}, E {shape['experts']}, K {shape['topk']}"
 
 
+def main(record_path: str, picture: str) -> None:
+    """Draw the record and print its table."""
+    record = json.loads(Path(record_path).read_text())
+    draw(record, Path(picture))
+    print("\n".join(table_rows(record)))
+
+
 if __name__ == "__main__":
-    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    main(*sys.argv[1:])
