@@ -68,6 +68,12 @@ class MokConfig:
     num_sms: int | None = _setting(
         None, "SMs that the kernel may take, communication included. Default: all of the device.", type=int
     )
+    reserved_sms: int | None = _setting(
+        None,
+        "SMs that the kernel leaves to others which run at the same time, where --mok-num-sms is not given. "
+        "Default: 8 where Megatron overlaps gradient reduction or parameter gathering with computation, else 0.",
+        type=int,
+    )
     max_tokens: int | None = _setting(
         None,
         "Tokens a rank at most, in one call of the layer: the workspace is laid out for it. Default: the most that any "
@@ -113,6 +119,9 @@ class MokConfig:
                 f"--mok-num-sms {self.num_sms} leaves no SM for the products beside {most} that communicate",
                 f"give at least {most + 1}, or fewer communication SMs",
             )
+        problems.require(
+            (self.reserved_sms or 0) >= 0, f"--mok-reserved-sms is {self.reserved_sms}", "give 0 or more"
+        )
         # Neither NaN nor infinity: no wait is unbounded.
         problems.require(
             0 < self.timeout_s < math.inf,

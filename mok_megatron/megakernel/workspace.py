@@ -47,7 +47,7 @@ class Workspace:
             self._scratch.data_ptr(),
             self._error.data_ptr(),
             int(config.timeout_s * 1e9),
-            config.num_sms or sms,
+            config.num_sms or max(1, sms - (config.reserved_sms or 0)),
             config.fwd_comm_sms,
             config.bwd_comm_sms,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 from typing import Any
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 ELEMENTWISE_OPTIMIZERS = ("adam", "sgd", "lion")
 """Optimizers that treat every element alike, so that [E_local, n, m] is as good as E_local parameters [n, m].
 Megatron's others (muon, soap, ...) would silently fall back to Adam for a parameter that is not a matrix."""
+
+SMS_FOR_NCCL = 8
+"""SMs left free where Megatron overlaps data-parallel collectives with computation. Not measured."""
 
 TITLE = "--moe-token-dispatcher-type mok cannot run this configuration:"
 
@@ -56,7 +60,22 @@ def mok_config(config: Any) -> MokConfig:
     if explicit is not None:
         return explicit
     args = _megatron_args()
-    return MokConfig() if args is None else config_from_args(args)
+    if args is None:
+        return MokConfig()
+    return _leave_room_for_nccl(config_from_args(args), args)
+
+
+def _leave_room_for_nccl(mok: MokConfig, args: argparse.Namespace) -> MokConfig:
+    """Keep SMs free where data-parallel collectives run beside the layer.
+
+    The kernel's CTAs wait for peers. With every SM taken, a rank whose NCCL kernel started first and a peer whose MoE
+    layer started first would wait for each other. NCCL's channels need no other channel to be resident, so a few SMs
+    are enough for them to get through, one after another.
+    """
+    overlaps = any(getattr(args, flag, False) for flag in ("overlap_grad_reduce", "overlap_param_gather"))
+    if not overlaps or mok.num_sms is not None or mok.reserved_sms is not None:
+        return mok
+    return dataclasses.replace(mok, reserved_sms=SMS_FOR_NCCL)
 
 
 def _settings(config: Any, problems: Problems) -> MokConfig | None:

@@ -25,6 +25,7 @@ def parse(*words: str) -> MokConfig:
         ({"macrobatch_size": 2500}, "--mok-macrobatch-size 2500 is not a positive multiple of 1024; .*is 2048"),
         ({"fwd_comm_sms": -1}, "--mok-fwd-comm-sms is -1; give 0 or more"),
         ({"bwd_comm_sms": -1}, "--mok-bwd-comm-sms is -1; give 0 or more"),
+        ({"reserved_sms": -1}, "--mok-reserved-sms is -1; give 0 or more"),
         ({"num_sms": 8, "bwd_comm_sms": 8}, "--mok-num-sms 8 leaves no SM .* 8 that communicate; give at least 9"),
         ({"timeout_s": 0}, "--mok-timeout-s .*is 0; give a positive, finite number of seconds"),
         ({"timeout_s": math.inf}, "--mok-timeout-s .*is inf; give a positive, finite number of seconds"),
@@ -71,6 +72,9 @@ def test_every_flag_arrives_in_its_field() -> None:
         "fwd_comm_sms": 3,
         "bwd_comm_sms": 5,
         "num_sms": 77,
+        "reserved_sms": 3,
+        "max_tokens": 9,
+        "capacity_rows": 384,
         "timeout_s": 2.5,
     }
     words = [word for name, value in given.items() for word in (f"--mok-{name.replace('_', '-')}", str(value))]

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from mok_megatron import MokConfig, versions
 from mok_megatron.errors import MokConfigError
-from mok_megatron.megatron.validate import mok_config
+from mok_megatron.megatron.validate import SMS_FOR_NCCL, mok_config
 from tests.megatron import layers
 from tests.megatron.once import run_once
 
@@ -154,6 +154,18 @@ def test_settings_come_from_the_config_then_from_the_flags(monkeypatch: pytest.M
     assert mok_config(config).minibatch_size == 256
     config.mok = MokConfig(minibatch_size=512)  # type: ignore[attr-defined]
     assert mok_config(config).minibatch_size == 512
+
+
+@pytest.mark.parametrize("flag", ["overlap_grad_reduce", "overlap_param_gather"])
+def test_sms_are_left_to_overlapped_collectives(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    config = TransformerConfig(**GOOD)
+    parsed_arguments(monkeypatch, **{flag: False})
+    assert mok_config(config).reserved_sms is None
+    parsed_arguments(monkeypatch, **{flag: True})
+    assert mok_config(config).reserved_sms == SMS_FOR_NCCL > 0
+    for given in ({"mok_reserved_sms": 0}, {"mok_num_sms": 100}):  # what the user says goes
+        parsed_arguments(monkeypatch, **{flag: True}, **given)
+        assert mok_config(config).reserved_sms == given.get("mok_reserved_sms")
 
 
 def on_ranks(rank: int) -> dict[str, str]:
