@@ -25,6 +25,10 @@ COMMANDS = {
         "mok_megatron.plan.command",
         "parallel sizes, placement, memory and time for a model and cluster",
     ),
+    "simulate": (
+        "mok_megatron.simulate.command",
+        "predict the time of one MoE layer by simulating the kernel's schedule",
+    ),
     "tune": ("mok_megatron.tune.command", "search the best kernel settings for a model and GPU"),
 }
 
