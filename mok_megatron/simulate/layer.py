@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mok_megatron.config import TILE_ROWS, MokConfig
+from mok_megatron.config import TILE_ROWS, MokConfig, flag_name
 from mok_megatron.configs import ClusterConfig
 from mok_megatron.errors import MokConfigError, Problems
 from mok_megatron.simulate.engine import Engine, Outcome
@@ -71,7 +71,7 @@ class DirectionTimes:
         return self.total - self.without_communication
 
 
-def check(shape: LayerShape, cluster: ClusterConfig, ep: int) -> None:
+def check(shape: LayerShape, cluster: ClusterConfig, ep: int, config: MokConfig) -> None:
     """MokConfigError that lists every size that cannot be simulated."""
     problems = Problems()
     for name in ("tokens", "hidden", "intermediate", "experts", "topk"):
@@ -81,6 +81,15 @@ def check(shape: LayerShape, cluster: ClusterConfig, ep: int) -> None:
         value = getattr(shape, name)
         problems.require(
             value % STAGE_K == 0, f"{name} is {value}, no multiple of {STAGE_K}", "take one: the kernel needs it"
+        )
+    sms = config.num_sms or cluster.gpu.sms
+    problems.require(
+        sms <= cluster.gpu.sms, f"--mok-num-sms {sms} exceeds the {cluster.gpu.sms} of {cluster.gpu.name}", "lower it"
+    )
+    for name in ("fwd_comm_sms", "bwd_comm_sms"):
+        value = getattr(config, name)
+        problems.require(
+            value < sms, f"{flag_name(name)} {value} leaves none of {sms} SMs for the products", "lower it"
         )
     problems.require(ep >= 1, f"--ep is {ep}", "give at least 1")
     problems.require(shape.topk <= shape.experts, f"top-k {shape.topk} exceeds {shape.experts} experts", "lower it")
@@ -155,7 +164,7 @@ def simulate(
     shape: LayerShape, cluster: ClusterConfig, ep: int, config: MokConfig, forward: bool, overlap: bool = False
 ) -> DirectionTimes:
     """Times of one direction. `overlap`: epilogues run beside the next product (KernelRates.overlap)."""
-    check(shape, cluster, ep)
+    check(shape, cluster, ep, config)
     comm_sms = config.fwd_comm_sms if forward else config.bwd_comm_sms
     launch = make_launch(shape, cluster, ep, config, comm_sms)
     rates = kernel_rates(cluster, ep, overlap)

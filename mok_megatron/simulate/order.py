@@ -110,10 +110,6 @@ def _group(launch: Launch, n0: int) -> int:
     return group_blocks(launch.minibatch_rows // TILE_ROWS, launch.ring_rows // TILE_ROWS, n0, launch.compute_ctas)
 
 
-def _lag(launch: Launch, forward: bool) -> bool:
-    return not forward or launch.ring_rows >= 2 * launch.minibatch_rows
-
-
 def _first_columns(launch: Launch, forward: bool) -> int:
     return columns_of(launch.intermediate, 128 if forward else TILE_COLS)
 
@@ -142,8 +138,8 @@ def _rows_tiles(launch: Launch, first: str, second: str, forward: bool) -> Itera
     for m, n in banded_tiles(launch.token_blocks, n1):
         yield Tile(second, True, m, n, 0, shared_k1)
     experts, per = launch.expert_blocks, _group(launch, n0)
-    lag = _lag(launch, forward)
-    for phase, block, column in phase_tiles(len(experts), per, n0, n1, lag, launch.rank, launch.ranks):
+    # Always with lag: the forward has none in a ring of one minibatch, and there one group is all of a macrobatch.
+    for phase, block, column in phase_tiles(len(experts), per, n0, n1, True, launch.rank, launch.ranks):
         yield Tile(second if phase else first, False, block, column, experts[block], k1 if phase else k0)
 
 

@@ -41,6 +41,8 @@ def test_json_and_settings(capsys):
         (["--model", "deepseek_v3", "--cluster", "h200_x2", "--ep", "64"], "exceeds the 2 GPUs"),
         (["--model", "deepseek_v33", "--cluster", "h200_x2", "--ep", "2"], "deepseek_v3"),
         ([*SMALL[1:], "--tokens", "8"], "--tokens belongs to --model"),
+        ([*SMALL[1:], "--mok-fwd-comm-sms", "132"], "leaves none of 132 SMs"),
+        ([*SMALL[1:], "--mok-num-sms", "200"], "exceeds the 132 of H200"),
         ([*SMALL[1:], "--mok-minibatch-size", "100"], "--mok-minibatch-size"),
     ],
 )

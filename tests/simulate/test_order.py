@@ -1,7 +1,7 @@
-"""The simulation walks the kernel's list: compared with kernels/scheduler/tile.cuh, compiled for the host.
+"""The simulation walks the kernel's list: compared with the kernel's own sources, compiled for the host.
 
-The composition of the lists in C++ below follows `tile` and `pull_job` of kernels/forward.cuh and kernels/backward.cuh.
-Needs a C++ compiler, no GPU.
+kernels/scheduler/tile.cuh compiles as it is; kernels/forward.cuh and backward.cuh without what multiplies and stores,
+among stand-ins for the few CUDA names that are left. Needs a C++ compiler, no GPU.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections import Counter
 from itertools import product
 
 import pytest
 
 from mok_megatron.resources import data_folder
 from mok_megatron.simulate import order
+from mok_megatron.simulate.engine import sets, waits_for
 
 SOURCE = """
 #include <algorithm>
@@ -36,30 +38,24 @@ extern "C" void bands(int m, int n, int* out) {
     out[0] = g.m, out[1] = g.n;
   }
 }
-extern "C" void pulls(int blocks, int per, int rank, int ranks, int* out) {
-  for (int n = 0; n < blocks; ++n) {
-    int first = n / per * per;
-    out[n] = rotated_block(PhaseTile{0, first, min(per, blocks - first), n - first}, rank, ranks);
-  }
-}
-extern "C" int kind(int of) {
-  int const kinds[] = {kFc1, kFc2, kDHidden, kDx, kDw1, kDw2};
-  return kinds[of];
-}
 """
+
+
+def compiled(folder, source):
+    compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler (g++, c++ or clang++) on PATH")
+    (folder / "order.cpp").write_text(source)
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{folder}", f"-I{data_folder('kernels')}"]
+    command = [compiler, *flags, str(folder / "order.cpp"), "-o", str(folder / "order.so")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return ctypes.CDLL(str(folder / "order.so"))
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler (g++, c++ or clang++) on PATH")
-    folder = tmp_path_factory.mktemp("order")
-    (folder / "order.cpp").write_text(SOURCE)
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{data_folder('kernels')}"]
-    command = [compiler, *flags, str(folder / "order.cpp"), "-o", str(folder / "order.so")]
-    subprocess.run(command, check=True, timeout=120)
-    return ctypes.CDLL(str(folder / "order.so"))
+    return compiled(tmp_path_factory.mktemp("order"), SOURCE)
 
 
 def rows_of(function, count, width, *arguments):
@@ -85,6 +81,92 @@ def test_bands(kernel):
         assert list(order.banded_tiles(m, n)) == rows_of(kernel.bands, m * n, 2, m, n)
 
 
+# What is left of megakernel.cuh and of the CUDA names below the lists.
+FRAME = """
+#include <algorithm>
+#include <cstdint>
+using std::max; using std::min;
+#define __device__
+#define __forceinline__ inline
+#include "params.cuh"
+#include "scheduler/tile.cuh"
+static struct { unsigned x; } gridDim;
+struct CUtensorMap {};
+namespace mok {
+namespace ptx { inline void add_release_gpu(uint32_t*, uint32_t) {} }
+constexpr int kTileRows = 128, kTileCols = 256, kTileK = 64;
+enum class Major { K, MN };
+struct StageCursor {};
+struct TileTimes {};
+struct Accumulator {};
+struct PullJob {
+  char* dst; uint32_t* arrived; int row; uint32_t const* after; uint32_t after_value; int after_flag, after_index;
+  char const* own_input; size_t peer_input;
+};
+inline int waited[4];  // how often, and the last time: flag, index, value
+struct Waiter {
+  bool counter(uint32_t const*, uint32_t value, int flag, int index) const {
+    ++waited[0], waited[1] = flag, waited[2] = index, waited[3] = int(value);
+    return true;
+  }
+};
+struct SharedMemory { int stages, stage_full, stage_empty; Waiter waiter; };
+template <Major A, Major B, bool C> bool multiply(Accumulator&, int, int, int, StageCursor&, int, int, Waiter const&);
+}
+"""
+LISTS = """
+#include "forward.cuh"
+#include "backward.cuh"
+using namespace mok;
+static char scratch[1 << 20];
+template <class P> void walk(P const& program, int* tiles, int* pulls) {
+  Tile t;
+  for (int n = 0; program.tile(n, t); ++n, tiles += 10) {
+    for (int& w : waited) w = 0;
+    program.ready(t, Waiter());
+    bool weight = t.kind == kDw1 || t.kind == kDw2;
+    int const out[] = {t.kind, t.shared, weight ? t.row / 128 : t.block, t.col / (t.kind == kFc1 ? 128 : 256), t.expert,
+                       t.k_tiles, waited[0], waited[1], waited[2], waited[3]};
+    std::copy(out, out + 10, tiles);
+  }
+  PullJob job;
+  for (int n = 0; program.pull_job(n, job); ++n) pulls[n] = job.row / kTileRows;
+}
+extern "C" void lists(MokShape const* s, int tokens, int ctas, int pull_rows, int* info, int* block_expert,
+                      int* offsets, int* rows, int forward, int* tiles, int* pulls) {
+  MokSchedule schedule = {};
+  schedule.info = info, schedule.block_expert = block_expert;
+  schedule.expert_offsets = offsets, schedule.expert_rows = rows;
+  Common c{*s, schedule, SymmetricLayout(*s), ScratchLayout(*s), nullptr, scratch, nullptr, 0, 0, nullptr, 0, tokens,
+           pull_rows, 0};
+  gridDim.x = ctas;
+  if (forward) { ForwardParams p{{}, c, {}}; walk(ForwardProgram(p), tiles, pulls); }
+  else { BackwardParams p{{}, c, {}}; walk(BackwardProgram(p), tiles, pulls); }
+}
+"""
+
+
+def between(text, start, end):
+    """`text` without what lies from `start` to before `end`; both must be there once."""
+    assert text.count(start) == 1 and end in text.split(start)[1], f"the kernel's source has changed at {start!r}"
+    before, after = text.split(start)
+    return before + after[after.index(end) :]
+
+
+@pytest.fixture(scope="module")
+def kernel_lists(tmp_path_factory):
+    folder, kernels = tmp_path_factory.mktemp("lists"), data_folder("kernels")
+    (folder / "epilogue").mkdir()
+    for name in ("cuda.h", "epilogue/forward.cuh", "epilogue/backward.cuh"):
+        (folder / name).write_text("#pragma once\n")
+    (folder / "megakernel.cuh").write_text("#pragma once\n" + FRAME)
+    forward = between((kernels / "forward.cuh").read_text(), "  // Multiplies a tile and stores it", " private:")
+    backward = between((kernels / "backward.cuh").read_text(), "// ---- arithmetic", "}  // namespace mok")
+    (folder / "forward.cuh").write_text(forward)
+    (folder / "backward.cuh").write_text(backward)
+    return compiled(folder, LISTS)
+
+
 def launch(**changes):
     values = dict(
         tokens=300, hidden=1024, intermediate=640, shared=384, expert_rows=(500, 0, 1, 1300), minibatch_rows=256,
@@ -93,42 +175,36 @@ def launch(**changes):
     return order.Launch(**{**values, **changes})
 
 
+@pytest.mark.parametrize("forward", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"shared": 0}, {"minibatch_rows": 2304}, {"rank": 2, "compute_ctas": 1}])
-def test_the_whole_lists(kernel, changes):
+def test_the_kernel_s_lists_waits_and_pulls(kernel_lists, changes, forward):
     a = launch(**changes)
-    minibatch, ring, blocks, experts = a.minibatch_rows // 128, a.ring_rows // 128, 16, [0] * 4 + [2] + [3] * 11
-    tokens = 3 if a.shared else 0
+    tiles = list(order.forward_tiles(a) if forward else order.backward_tiles(a))
+    experts, each = a.expert_blocks, order.pull_rows(a.hidden)
+    offsets = [128 * experts.index(e) if e in experts else 0 for e in range(4)]
+    offsets[1] = offsets[2]  # without rows
+    shape = (a.ranks, a.rank, a.tokens, a.hidden, a.intermediate, a.shared, 4, 4, 4096, a.ring_rows, a.minibatch_rows)
 
-    def rows(first, second, n0, n1, k0, k1, shared_n0, shared_k1, lag):
-        for m, n in rows_of(kernel.bands, tokens * shared_n0, 2, tokens, shared_n0):
-            yield (first, True, m, n, 0, k0)
-        for m, n in rows_of(kernel.bands, tokens * n1, 2, tokens, n1):
-            yield (second, True, m, n, 0, shared_k1)
-        per = kernel.group(minibatch, ring, n0, a.compute_ctas)
-        for phase, b, n in rows_of(kernel.phases, blocks * (n0 + n1), 3, blocks, per, n0, n1, lag, a.rank, a.ranks):
-            yield ((second, False, b, n, experts[b], k1) if phase else (first, False, b, n, experts[b], k0))
+    def array(values):
+        return (ctypes.c_int * len(values))(*values)
 
-    def weights(dw1, dw2, expert, stages, shared):
-        for kind, (m_tiles, n_tiles) in (("dW1", dw1), ("dW2", dw2)):
-            for m, n in rows_of(kernel.bands, m_tiles * n_tiles, 2, m_tiles, n_tiles):
-                yield (kind, shared, m, n, expert, stages)
-
-    lag = ring >= 2 * minibatch
-    forward = list(rows("FC1", "FC2", 5, 4, 16, 10, 3, 6, lag))
-    assert [tuple(t) for t in order.forward_tiles(a)] == forward
-    backward = list(rows("dHidden", "dX", 3, 4, 16, 20, 2, 12, True))
-    for expert, stages in enumerate((8, 0, 1, 21)):
-        backward += weights((10, 4), (8, 3), expert, stages, False)
-    if a.shared:
-        backward += weights((6, 4), (8, 2), 0, 5, True)
-    assert [tuple(t) for t in order.backward_tiles(a)] == backward
-    for way, n0 in ((True, 5), (False, 3)):
-        per = kernel.group(minibatch, ring, n0, a.compute_ctas)
-        assert list(order.pull_blocks(a, way)) == [b for (b,) in rows_of(kernel.pulls, 16, 1, 16, per, a.rank, a.ranks)]
-
-
-def test_kinds_are_the_kernel_s_in_its_order(kernel):
-    assert [kernel.kind(i) for i in range(6)] == list(range(1, 1 + len(order.KINDS)))
+    found, pulls = array([0] * 10 * (len(tiles) + 1)), array([-1] * (len(experts) * 128 // each + 1))
+    kernel_lists.lists(
+        array(shape), a.tokens, a.compute_ctas, each, array([128 * len(experts), a.tokens, 0]), array(experts),
+        array([*offsets, 128 * len(experts)]), array(a.expert_rows), forward, found, pulls,
+    )  # fmt: skip
+    counts = Counter(flag for tile in tiles for flag in sets(tile))
+    expected = []
+    for tile in tiles:
+        line = [1 + order.KINDS.index(tile.kind), *tile[1:]]
+        if flag := waits_for(tile):
+            needed = 128 if flag[0] == "rows" else counts[flag]
+            line += [1, {"rows": 4, "FC1": 5, "dHidden": 7}[flag[0]], flag[2], needed]
+        else:
+            line += [0, 0, 0, 0]
+        expected.append(line)
+    assert [list(found[i * 10 : i * 10 + 10]) for i in range(len(tiles) + 1)] == [*expected, [0] * 10]
+    assert list(pulls) == [block for block in order.pull_blocks(a, forward) for _ in range(128 // each)] + [-1]
 
 
 def test_pulled_rows_a_job():
