@@ -12,7 +12,7 @@ extern "C" {
 
 #define MOK_API_VERSION 1
 
-// Rows of a tile; segments of the schedule are padded to it. It is part of the numerics, see DESIGN section 4.
+// Rows of a tile; segments of the schedule are padded to it. It is part of the numerics: sums over rows run tile by tile.
 #define MOK_TILE_ROWS 128
 
 // What every rank of an expert-parallel group has agreed on. Buffers are laid out from it.
@@ -90,7 +90,7 @@ typedef struct MokWorkspace {
   int32_t trace_tiles;         // tiles of a CTA that are recorded
 } MokWorkspace;
 
-// Who computes which row (DESIGN section 4). Written by mok_forward, read by mok_backward.
+// Who computes which row: sorted by (local expert, source rank, token, k). Written by mok_forward, read by mok_backward.
 typedef struct MokSchedule {
   int32_t* row_source;      // [capacity_rows]: source_rank * (max T * K) + t * K + k; -1 = padding
   float* row_weight;        // [capacity_rows]: router weight of the row; 0 in padding

@@ -25,7 +25,7 @@ from mok_megatron.megakernel.workspace import Workspace
 
 @dataclass(frozen=True)
 class ScheduleTensors:
-    """The schedule as the kernel writes it (DESIGN section 4). All int32 but `row_weight`."""
+    """The schedule as the kernel writes it: `ops/schedule.py`, on the device. All int32 but `row_weight`."""
 
     row_source: Tensor
     """[capacity]: source_rank * (max T * K) + token * K + k, -1 for padding."""

@@ -31,7 +31,7 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class MoeInputs:
-    """What one rank brings to a call of the operator (DESIGN section 3)."""
+    """What one rank brings to a call of the operator `mok_moe`."""
 
     x: Tensor
     """[T, H]."""

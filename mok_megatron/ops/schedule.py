@@ -1,4 +1,4 @@
-"""Who computes which row: the schedule of DESIGN section 4, in plain torch.
+"""Who computes which row: the schedule, in plain torch.
 
 The megakernel builds the same tensors on the device; tests hold the two equal.
 """

@@ -1,4 +1,4 @@
-"""The reference backend: the steps of DESIGN sections 5 and 6, one after another."""
+"""The reference backend: dispatch, products and combine one after another, forward and backward."""
 
 from __future__ import annotations
 

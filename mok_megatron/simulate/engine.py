@@ -36,7 +36,6 @@ class Outcome:
     """Where they keep the CTA from its next product."""
     waits: float = 0.0
     """For inputs, while the CTA has nothing to multiply, and at the end of the list."""
-    rows_pulled: float = 0.0
     link_busy: float = 0.0
     finished: list[Tile] = field(default_factory=list)
     """Tiles in the order in which they were stored."""
@@ -179,7 +178,6 @@ class Engine:
         self.at(end + PULL_DELAY, self.pulled, block)
 
     def pulled(self, now: float, block: int) -> None:
-        self.outcome.rows_pulled = now
         self.counted(now, (ROWS, False, block), self.pull_rows)
 
     def link(self, now: float, size: float, rate: float) -> float:

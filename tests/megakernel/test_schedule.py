@@ -1,4 +1,4 @@
-"""The schedule that the device builds is the one that DESIGN section 4 and ops/schedule.py define."""
+"""The schedule that the device builds is the one that ops/schedule.py defines."""
 
 from __future__ import annotations
 
