@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mok_megatron.config import TILE_ROWS
 from mok_megatron.errors import MokInputError, Problems
 from mok_megatron.megakernel import operators, workspace
+from mok_megatron.megakernel.agreement import exchange
 from mok_megatron.megakernel.binding import MokShape
 from mok_megatron.megakernel.steps import Operands, Saved
 from mok_megatron.megakernel.workspace import Workspace
@@ -126,14 +126,15 @@ def _check_for_kernel(call: MoeInputs, problems: Problems) -> None:
 def _make_workspace(call: MoeInputs) -> Workspace:
     """Agree with the peers on the sizes, then allocate. Collective, and waits for the host: once a shape."""
     tokens = call.config.max_tokens or call.x.shape[0]
-    mine = (tokens, *call.w1.shape, call.topk, call.config.minibatch_size, call.config.macrobatch_size or 0)
+    shared = 0 if call.shared is None else call.shared.w2.shape[1]
+    settings = (call.config.minibatch_size, call.config.macrobatch_size or 0, call.config.capacity_rows or 0)
+    mine = (tokens, *call.w1.shape, call.topk, shared, *settings)
     everyone = [mine]
     if call.group is not None:
-        gathered: list[tuple[int, ...] | None] = [None] * call.ep_size
-        dist.all_gather_object(gathered, mine, group=call.group)
-        everyone = [entry for entry in gathered if entry is not None]
+        everyone = exchange(call.group, mine, "to reach the first call of a layer of this shape", call.config.timeout_s)
     problems = Problems()
-    names = ("E_local", "2I", "H", "K", "--mok-minibatch-size", "--mok-macrobatch-size")
+    flags = ("--mok-minibatch-size", "--mok-macrobatch-size", "--mok-capacity-rows")
+    names = ("E_local", "2I", "H", "K", "the shared expert's I", *flags)
     for column, name in enumerate(names, 1):
         values = [entry[column] for entry in everyone]
         problems.require(

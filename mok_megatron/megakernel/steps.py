@@ -196,7 +196,7 @@ class BackwardStep:
 
 
 def _enqueue(name: str, step: ForwardStep | BackwardStep) -> None:
-    stream = torch.cuda.current_stream(step.workspace.device).cuda_stream
+    stream = step.workspace.launch_stream()
     enqueue(name, step.workspace.struct, step.saved.schedule.struct(), step._struct, stream)
 
 
