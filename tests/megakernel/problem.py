@@ -81,7 +81,7 @@ def plain(problem: Problem, dtype: torch.dtype) -> Result:
         for name in ("x", "weights", "w1", "w2")
     }
     x, weights, w1, w2 = leaves.values()
-    slots = torch.zeros(*problem.ids.shape, x.shape[1], dtype=dtype, device=DEVICE)
+    slots = torch.zeros(*problem.ids.shape, x.shape[1], dtype=dtype, device=x.device)
     for e in range(len(w1)):
         token, k = (problem.ids == e).nonzero(as_tuple=True)
         slots = slots.index_put((token, k), _expert(x[token], w1[e], w2[e]))
