@@ -10,6 +10,7 @@ import argparse
 import datetime
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "iterations "
         "of the slowest rank's, by CUDA events; (2.00x) means twice as long as ours."
     )
+    add_shape_arguments(parser)
+    how = parser.add_argument_group("how to measure")
+    how.add_argument(
+        "--baselines", default=",".join(BASELINES), help=f"from {','.join(BASELINES)} (default: all); 'none' for none"
+    )
+    how.add_argument("--iterations", type=int, default=20)
+    how.add_argument("--dtype", choices=("bf16", "fp32"), help="default: bf16 on GPUs, fp32 without")
+    how.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FOLDER",
+        help="draw when each SM of rank 0 worked on which tile (PNG, Chrome trace)",
+    )
+    how.add_argument("--json", type=Path, help="where to write the record (default: runs/bench/<time>.json)")
+    add_flags(parser)
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that `shapes_of` reads, and those of the routing."""
     what = parser.add_argument_group("what to measure")
     what.add_argument(
         "--shape",
@@ -62,20 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--imbalance", type=float, default=0.0, help="skew of the routing: 0 random (default), 1 strong, 2 extreme"
     )
     what.add_argument("--seed", type=int, default=1)
-    how = parser.add_argument_group("how to measure")
-    how.add_argument(
-        "--baselines", default=",".join(BASELINES), help=f"from {','.join(BASELINES)} (default: all); 'none' for none"
-    )
-    how.add_argument("--iterations", type=int, default=20)
-    how.add_argument("--dtype", choices=("bf16", "fp32"), help="default: bf16 on GPUs, fp32 without")
-    how.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FOLDER",
-        help="draw when each SM of rank 0 worked on which tile (PNG, Chrome trace)",
-    )
-    how.add_argument("--json", type=Path, help="where to write the record (default: runs/bench/<time>.json)")
-    add_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     for shape in shapes:
         shape.check(ranks)
-    device, group = _start(config, tracing=args.trace is not None)
+    device, group = start(config, tracing=args.trace is not None)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     first = dist.get_rank() == 0
     results: list[Result] = []
@@ -165,8 +171,8 @@ def baseline_names(text: str) -> list[str]:
     return names
 
 
-def _start(config: MokConfig, tracing: bool) -> tuple[torch.device, dist.ProcessGroup | None]:
-    """The device of this rank, and the group of all; None for one rank, which needs none."""
+def start(config: MokConfig, tracing: bool = False) -> tuple[torch.device, dist.ProcessGroup | None]:
+    """The device of this rank, and the group of all; None for one rank, which needs none. Starts torch.distributed."""
     import torch
     import torch.distributed as dist
 
@@ -248,16 +254,20 @@ def _measure_shape(
 
 
 def _trace(layer: layers.MokLayer, problem: Problem, group: dist.ProcessGroup | None, folder: Path) -> None:
-    """Records one forward and backward, and draws those of rank 0 into a folder named after the shape."""
+    """Records one forward and backward of every rank, into a folder named after the shape."""
     import torch.distributed as dist
 
     from mok_megatron.bench import trace, trace_run
 
-    traces = trace_run.record(layer, problem, group, f"rank {dist.get_rank()}: {problem.shape}")
-    if dist.get_rank() == 0:
-        for one in traces.values():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = trace_run.record(layer, problem, group, f"rank {rank}: {problem.shape}")
+    traces: list[dict[str, trace.Trace]] = [mine] * ranks
+    dist.all_gather_object(traces, mine)
+    if rank == 0:
+        for one in (one for of_rank in traces for one in of_rank.values()):
             print(trace.text(one))
-        for path in trace.write(traces, folder / str(problem.shape).replace(", ", "-").replace(" ", "")):
+        about = {"shape": asdict(problem.shape), "ranks": ranks, "settings": asdict(layer.config)}
+        for path in trace.write(traces, folder / str(problem.shape).replace(", ", "-").replace(" ", ""), about):
             print(f"trace: {path}")
 
 

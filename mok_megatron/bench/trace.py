@@ -5,7 +5,7 @@ kernels/mok_api.h): the CTA is free; the tile's inputs are there; the product is
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -108,22 +108,24 @@ def text(trace: Trace) -> str:
     return "\n".join(lines)
 
 
-def chrome(traces: Mapping[str, Trace]) -> dict[str, Any]:
-    """A Chrome trace (chrome://tracing, ui.perfetto.dev): a process a trace, a thread a CTA, microseconds."""
+def chrome(traces: Mapping[str, Trace], about: Mapping[str, Any]) -> dict[str, Any]:
+    """A Chrome trace (chrome://tracing, ui.perfetto.dev): a process a trace, a thread a CTA, microseconds.
+
+    ``about``: what was traced; it goes into "otherData". A tile without a wait or a store still has one of length 0.
+    """
     events: list[dict[str, Any]] = []
     for process, (name, trace) in enumerate(traces.items()):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
-        columns = [trace.microseconds(what) for what in ("waiting", "started", "multiplied", "stored")]
-        for tile, cta, waiting, started, multiplied, stored in zip(trace.tiles, trace.cta, *columns, strict=True):
+        columns = [trace.microseconds(what).round(3) for what in ("waiting", "started", "multiplied", "stored")]
+        for tile, cta, *instants in zip(trace.tiles, trace.cta, *columns, strict=True):
             kind = KINDS[int(tile["kind"])]
-            common = {"ph": "X", "pid": process, "tid": int(cta)}
             where = {"block": int(tile["block"]), "column": int(tile["column"]), "sm": int(tile["sm"])}
-            if started > waiting:
-                events.append({**common, "name": f"wait for {kind}", "ts": waiting, "dur": started - waiting})
-            events.append({**common, "name": kind, "ts": started, "dur": multiplied - started, "args": where})
-            if stored > multiplied:
-                events.append({**common, "name": f"store {kind}", "ts": multiplied, "dur": stored - multiplied})
-    return {"traceEvents": events, "displayTimeUnit": "ns"}
+            labels = (f"wait for {kind}", kind, f"store {kind}")
+            for label, (before, after) in zip(labels, pairwise(instants), strict=True):
+                event = {"ph": "X", "pid": process, "tid": int(cta), "name": label}
+                event |= {"ts": before, "dur": round(after - before, 3)}
+                events.append(event | ({"args": where} if label == kind else {}))
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": dict(about)}
 
 
 def draw(trace: Trace, path: Path) -> None:
@@ -172,13 +174,17 @@ def draw(trace: Trace, path: Path) -> None:
     plt.close(figure)
 
 
-def write(traces: Mapping[str, Trace], folder: Path) -> list[Path]:
-    """``<name>.png`` for each trace and one ``trace.json`` for Chrome; gives their paths."""
+def write(ranks: Sequence[Mapping[str, Trace]], folder: Path, about: Mapping[str, Any]) -> list[Path]:
+    """``<name>.png`` for each trace of rank 0, and one ``trace.json`` of all ranks for Chrome; gives their paths.
+
+    Every trace's time begins at its own first tile: the clocks of two devices do not agree.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, trace in traces.items():
+    for name, trace in ranks[0].items():
         paths.append(folder / f"{name}.png")
         draw(trace, paths[-1])
     paths.append(folder / "trace.json")
-    paths[-1].write_text(json.dumps(chrome(traces)))
+    everything = {f"rank {r} {name}": trace for r, traces in enumerate(ranks) for name, trace in traces.items()}
+    paths[-1].write_text(json.dumps(chrome(everything, about)))
     return paths

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
+import os
 import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from mok_megatron import versions
+from mok_megatron import tuned, versions
 from mok_megatron.config import MokConfig, config_from_args
 from mok_megatron.errors import MokConfigError, Problems
+from mok_megatron.typed_yaml import ConfigFileError
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +54,47 @@ def prepare_config(config: Any) -> None:
 
 
 def mok_config(config: Any) -> MokConfig:
-    """The settings for a TransformerConfig: its attribute `mok` if set, else Megatron's --mok-* flags, else defaults.
+    """The settings for a TransformerConfig: its attribute `mok` if set, else Megatron's --mok-* flags, else what
+    `mok-megatron tune` measured for this layer, else defaults.
 
     Raises:
-        MokConfigError: settings that cannot work.
+        MokConfigError: settings that cannot work, or a tuned file that cannot be read.
     """
     explicit = getattr(config, "mok", None)
     if explicit is not None:
         return explicit
     args = _megatron_args()
-    if args is None:
-        return MokConfig()
-    return _leave_room_for_nccl(config_from_args(args), args)
+    mok = _tuned(MokConfig() if args is None else config_from_args(args), config, args)
+    return mok if args is None else _leave_room_for_nccl(mok, args)
+
+
+def _tuned(mok: MokConfig, config: Any, args: argparse.Namespace | None) -> MokConfig:
+    """`mok` with the tuned settings of this model's MoE layers, where nothing else was asked for."""
+    if not config.num_moe_experts:
+        return mok
+    given = {entry.name for entry in dataclasses.fields(mok) if getattr(args, f"mok_{entry.name}", None) is not None}
+    layer = (
+        config.moe_latent_size or config.hidden_size,
+        config.moe_ffn_hidden_size or config.ffn_hidden_size or 0,
+        config.num_moe_experts,
+        config.moe_router_topk,
+        config.moe_shared_expert_intermediate_size or 0,
+    )
+    tokens = None
+    if args is not None and getattr(args, "seq_length", None) and getattr(args, "micro_batch_size", None):
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        tokens = args.seq_length * args.micro_batch_size // ranks
+    mok, line = tuned.apply(mok, given, config.expert_model_parallel_size, layer, tokens)
+    if line is not None:
+        _say_once(line)
+    return mok
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """On rank 0 of the job, as Megatron's own messages: at its default level, logging would not show it."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(line, flush=True)
 
 
 def _leave_room_for_nccl(mok: MokConfig, args: argparse.Namespace) -> MokConfig:
@@ -81,9 +113,11 @@ def _leave_room_for_nccl(mok: MokConfig, args: argparse.Namespace) -> MokConfig:
 def _settings(config: Any, problems: Problems) -> MokConfig | None:
     try:
         return mok_config(config)
+    except ConfigFileError as error:
+        problems.add(str(error), f"correct or remove this file, or set {tuned.FOLDER_ENV}={tuned.NONE}")
     except MokConfigError as error:
         problems.add(str(error), "change these flags")
-        return None
+    return None
 
 
 def _megatron_args() -> argparse.Namespace | None:

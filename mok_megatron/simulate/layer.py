@@ -164,18 +164,11 @@ def simulate(
     shape: LayerShape, cluster: ClusterConfig, ep: int, config: MokConfig, forward: bool, overlap: bool = False
 ) -> DirectionTimes:
     """Times of one direction. `overlap`: epilogues run beside the next product (KernelRates.overlap)."""
-    check(shape, cluster, ep, config)
-    comm_sms = config.fwd_comm_sms if forward else config.bwd_comm_sms
-    launch = make_launch(shape, cluster, ep, config, comm_sms)
+    launch, comm_sms = _launch(shape, cluster, ep, config, forward)
     rates = kernel_rates(cluster, ep, overlap)
     outcome = run_launch(launch, rates, forward, comm_sms)
     alone = run_launch(launch, kernel_rates(cluster, ep, overlap, free_communication=True), forward, comm_sms)
-    row_bytes = shape.hidden * BF16
-    prepare = PREPARE[forward] + (2 * shape.tokens * row_bytes / rates.memory if ep > 1 else 0.0)
-    if forward:
-        routes = shape.tokens * shape.topk
-        prepare += 2 * SORT_STEP * math.ceil(ep * routes / SORT_LANES) + (ep - 1) * routes * ROUTE_BYTES / rates.push
-    slots = shape.tokens * (shape.topk + 1 + (shape.shared > 0)) * row_bytes / rates.sum_over_k
+    prepare, slots = _before_and_after(shape, ep, rates, forward)
     routed, always = shape.tokens * shape.topk * shape.intermediate, shape.tokens * shape.shared
     flops = (6 if forward else 12) * shape.hidden * (routed + always)
     stages = flops / (2 * TILE_ROWS * 256 * STAGE_K)
@@ -190,3 +183,29 @@ def simulate(
         link=outcome.link_busy,
         limit=max(outcome.link_busy, stages * rates.stage / (config.num_sms or cluster.gpu.sms)),
     )
+
+
+def total_time(shape: LayerShape, cluster: ClusterConfig, ep: int, config: MokConfig, forward: bool) -> float:
+    """`simulate(...).total`, in half the time."""
+    launch, comm_sms = _launch(shape, cluster, ep, config, forward)
+    rates = kernel_rates(cluster, ep)
+    prepare, slots = _before_and_after(shape, ep, rates, forward)
+    return prepare + run_launch(launch, rates, forward, comm_sms).end + FLAG_DELAY + slots
+
+
+def _launch(
+    shape: LayerShape, cluster: ClusterConfig, ep: int, config: MokConfig, forward: bool
+) -> tuple[Launch, int]:
+    check(shape, cluster, ep, config)
+    comm_sms = config.fwd_comm_sms if forward else config.bwd_comm_sms
+    return make_launch(shape, cluster, ep, config, comm_sms), comm_sms
+
+
+def _before_and_after(shape: LayerShape, ep: int, rates: KernelRates, forward: bool) -> tuple[float, float]:
+    """Microseconds of the prepare kernel and of the sum over k."""
+    row_bytes = shape.hidden * BF16
+    prepare = PREPARE[forward] + (2 * shape.tokens * row_bytes / rates.memory if ep > 1 else 0.0)
+    if forward:
+        routes = shape.tokens * shape.topk
+        prepare += 2 * SORT_STEP * math.ceil(ep * routes / SORT_LANES) + (ep - 1) * routes * ROUTE_BYTES / rates.push
+    return prepare, shape.tokens * (shape.topk + 1 + (shape.shared > 0)) * row_bytes / rates.sum_over_k

@@ -72,12 +72,16 @@ def test_records_that_cannot_be(buffer: bytes, words: str) -> None:
 
 def test_files(tmp_path: Path) -> None:
     found = trace.read(GOOD, 2, "forward")
-    picture, chrome = trace.write({"forward": found}, tmp_path / "view")
+    picture, chrome = trace.write([{"forward": found}, {"forward": found}], tmp_path / "view", {"ranks": 2})
     assert picture.read_bytes().startswith(b"\x89PNG")
-    events = json.loads(chrome.read_text())["traceEvents"]
+    written = json.loads(chrome.read_text())
+    assert written["otherData"] == {"ranks": 2}
+    events = written["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0 forward", "rank 1 forward"]
     fc2 = next(event for event in events if event["name"] == "FC2")
     assert (fc2["tid"], fc2["ts"], fc2["dur"]) == (0, 6.0, 4.0)
-    assert [event["name"] for event in events].count("wait for FC1") == 1
+    waits = [event["dur"] for event in events if event["name"] == "wait for FC1" and event["pid"] == 1]
+    assert waits == [1.0, 0.0]
 
 
 @pytest.mark.gpu
