@@ -58,10 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pretrain(flags: list[str]) -> None:
+    run(flags)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def run(flags: list[str]) -> None:
+    """Everything but the end of the process group, for a process that trains several models one after another."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
 
+    from mok_megatron.training.wgrad import accumulate_with_transformer_engine
+
     skip_dataset_helper_build()
+    accumulate_with_transformer_engine()
     args = parse(flags)
     provider: Any = build_datasets
     provider.is_distributed = True  # every rank takes part in building the datasets
@@ -71,9 +82,6 @@ def _pretrain(flags: list[str]) -> None:
         ModelType.encoder_or_decoder,
         forward_step,
     )
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 def skip_dataset_helper_build() -> None:

@@ -13,6 +13,7 @@ import io
 import logging
 import os
 import sys
+import types
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -132,7 +133,9 @@ def _hardware(plan: Plan | None) -> Iterator[None]:
         if plan is not None and not torch.cuda.is_available():
             major, minor = plan.request.cluster.gpu.compute_capability.split(".")
             capability = (int(major), int(minor))
+            properties = types.SimpleNamespace(major=capability[0], minor=capability[1])
             stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability))
+            stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties))
         if plan is not None and importlib.util.find_spec("transformer_engine") is None:
             supported = Version(versions.TRANSFORMER_ENGINE.split(",")[0].removeprefix(">="))
             stack.enter_context(mock.patch.object(utils, "_te_version", supported))

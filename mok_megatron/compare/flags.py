@@ -129,8 +129,9 @@ def megatron_flags(preset: Preset, plan: Plan | None, args: argparse.Namespace) 
     # YaRN, Megatron's default for latent attention and the only one with a fused kernel, is plain rotary embedding at
     # factor 1; the model is stretched after pre-training only (DeepSeek-V3 Technical Report, section 4.3).
     words += ["--rotary-scaling-factor", "1.0"]
-    if grouped and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
-        words += ["--no-gradient-accumulation-fusion"]  # Apex's kernel, without which Megatron's output layer stops
+    if grouped and os.environ.get("MEGATRON_LM") and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        # Apex's kernel, without which Megatron's output layer stops; mok_megatron.pretrain has Transformer Engine's.
+        words += ["--no-gradient-accumulation-fusion"]
     if not names_data(args.user):
         words += ["--mock-data"]
     if user_flags(args.user).tokenizer_type is None:

@@ -43,7 +43,12 @@ class MokExperts(MegatronModule):
     def forward(
         self, tokens: Tensor, topk_ids: Tensor, topk_weights: Tensor, shared: SharedExpert | None = None
     ) -> Tensor:
-        """The whole layer after routing, peers' tokens included; shapes as in `mok_moe`."""
+        """The whole layer after routing, peers' tokens included; shapes as in `mok_moe`.
+
+        Weight gradients are added to `main_grad` wherever DistributedDataParallel has set it, with and without
+        --no-gradient-accumulation-fusion: that flag is about the kernel of Apex that Megatron's own linear layers
+        need for it, and the wrapper honours `grad_added_to_main_grad` either way.
+        """
         return mok_moe(
             tokens,
             topk_ids,
@@ -53,7 +58,6 @@ class MokExperts(MegatronModule):
             group=self.ep_group if get_pg_size(self.ep_group) > 1 else None,
             config=self.mok,
             shared=shared,
-            into_main_grad=self.config.gradient_accumulation_fusion,
         )
 
     def backward_dw(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ class Run:
 
     Args:
         dispatcher: `moe_token_dispatcher_type`.
-        fused: gradient accumulation fusion, for the fused layer alone (Megatron's linear layers need CUDA for it).
         ddp: fields of DistributedDataParallelConfig.
         seed: of the initial weights.
         fields: of the TransformerConfig.
@@ -39,7 +37,6 @@ class Run:
     def __init__(
         self,
         dispatcher: str,
-        fused: bool = False,
         ddp: dict[str, Any] | None = None,
         seed: int = 7,
         **fields: Any,
@@ -71,10 +68,6 @@ class Run:
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
         )
-        for module in self.model.modules():
-            if fused and type(module).__name__ == "MokExperts":
-                module.config = copy.copy(module.config)
-                module.config.gradient_accumulation_fusion = True
         options = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, **(ddp or {})}
         # Small buckets, so that overlapped communication has several to overlap.
         self.ddp = DistributedDataParallel(

@@ -58,20 +58,21 @@ def attributes() -> tuple[list[Any], list[Any]]:
     return mine, [[getattr(w, name) for name in ATTRIBUTES] + [w.partition_dim] for _, w in pairs]
 
 
-def fused_accumulation(built: Any) -> list[torch.nn.Parameter]:
-    """Turn gradient_accumulation_fusion on, for the operator alone: Megatron's linear layers need CUDA for it."""
-    built.experts.config = copy.copy(built.experts.config)
-    built.experts.config.gradient_accumulation_fusion = True
+def weights_of(built: Any) -> list[torch.nn.Parameter]:
+    """Those whose gradients the operator computes."""
     shared = built.shared_experts
     return [built.experts.weight1, built.experts.weight2, shared.linear_fc1.weight, shared.linear_fc2.weight]
 
 
 def main_grad(dtype: torch.dtype) -> dict[str, list[Any]]:
-    """Two microbatches into main_grad of `dtype`, and their gradients in fp32 without it."""
+    """Two microbatches into main_grad of `dtype`, and their gradients in fp32 without it.
+
+    Gradient accumulation fusion is off in Megatron's configuration: the operator accumulates all the same.
+    """
     built = layers.layer(layers.config("mok", **SHARED))
     torch.manual_seed(torch.distributed.get_rank())
     batches = [torch.randn(2, 5, 2, layers.HIDDEN) for _ in range(2)]
-    weights = fused_accumulation(built)
+    weights = weights_of(built)
     separate = []
     for x, dy in batches:
         layers.step(built, x, dy)

@@ -20,8 +20,7 @@ RUNS: dict[int, dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
     2: {
         "EP 1, DP 2": ({}, {}),
         "EP 2": ({"ep": 2}, {}),
-        "EP 2, fused accumulation": ({"ep": 2}, {"fused": True}),
-        "EP 1, fused, overlapped": ({}, {"fused": True, "ddp": OVERLAP}),
+        "EP 1, overlapped": ({}, {"ddp": OVERLAP}),
         "EP 2, overlapped": ({"ep": 2}, {"ddp": OVERLAP}),
         "EP 2, plain optimizer": ({"ep": 2}, {"ddp": PLAIN_OPTIMIZER}),
         "EP 2, full recompute": ({"ep": 2}, FULL),
@@ -29,11 +28,11 @@ RUNS: dict[int, dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
         "TP 2, EP 2": ({"tp": 2, "ep": 2}, {}),
     },
     4: {
-        "PP 2, EP 2": ({"pp": 2, "ep": 2}, {"fused": True}),
-        "EP 2, DP 2, fused, overlapped": ({"ep": 2}, {"fused": True, "ddp": OVERLAP}),
+        "PP 2, EP 2": ({"pp": 2, "ep": 2}, {}),
+        "EP 2, DP 2, overlapped": ({"ep": 2}, {"ddp": OVERLAP}),
     },
 }
-SAME_TO_THE_BIT = ("EP 2, fused accumulation", "EP 2, overlapped", "EP 2, plain optimizer", "EP 2, full recompute")
+SAME_TO_THE_BIT = ("EP 2, overlapped", "EP 2, plain optimizer", "EP 2, full recompute")
 
 
 def run(rank: int, world_size: int) -> dict[str, Any]:

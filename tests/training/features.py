@@ -1,0 +1,360 @@
+"""Trains a small DeepSeek-V3-shaped model with one feature of Megatron after another, under mok and under alltoall.
+
+    torchrun --nproc-per-node 2 -m tests.training.features [--steps 3] [--only base,mtp] [--out features.json]
+
+All of it happens in one launch, through the entry point of `mok_megatron.pretrain` and Megatron's own flags: a process
+needs longer to import Megatron than to train these models. Rank 0 prints a line a feature: the largest relative
+difference of the loss to alltoall's, and "ok" or what failed. Exit status 1 where one did not pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIMIT = 1e-3
+"""Largest relative difference of a loss to alltoall's (bf16; on the CPU fp32 differs by far less)."""
+SAVED = 2
+"""Steps after which a checkpoint is written, and after which a run ends that continues it."""
+DEADLINE_S = 30.0
+"""Of one training."""
+
+SHARED = """
+    --transformer-impl {implementation} --num-layers 2 --moe-layer-freq [0,1]
+    --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 256 --max-position-embeddings 256
+    --micro-batch-size 1 --multi-latent-attention --q-lora-rank 128 --kv-lora-rank 128 --qk-head-dim 128
+    --qk-pos-emb-head-dim 64 --v-head-dim 128 --kv-channels 128 --rotary-scaling-factor 1.0 --qk-layernorm
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+    --num-experts 8 --moe-ffn-hidden-size 256 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2
+    --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32
+    --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
+    --moe-shared-expert-intermediate-size 256 --no-create-attention-mask-in-dataloader
+    --optimizer adam --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1 --clip-grad 1.0 --seed 1234
+    --global-batch-size 4 --eval-iters 0 --eval-interval 1000 --log-interval 1 --split 1,0,0
+    --tokenizer-type NullTokenizer --vocab-size 512
+""".split()
+ON_GPUS = "--bf16 --moe-grouped-gemm --te-rng-tracker".split()
+GRAPH = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad".split()
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Flags besides the shared ones.
+
+    Attributes:
+        flags: of Megatron.
+        ep: expert-parallel size.
+        optimizer: use the distributed optimizer.
+        baseline: the dispatcher, and the flags where they differ, whose losses must come out.
+        gpus: needs GPUs, or Transformer Engine.
+        steps: more than the others need.
+    """
+
+    flags: str = ""
+    ep: int = 2
+    optimizer: bool = True
+    baseline: tuple[str, str | None] = ("alltoall", None)
+    gpus: bool = False
+    steps: int = 0
+
+
+FEATURES = {
+    "base: distributed optimizer, gradient accumulation fusion, expert bias": Feature(),
+    "no gradient accumulation fusion": Feature("--no-gradient-accumulation-fusion"),
+    "plain optimizer": Feature(optimizer=False),
+    "overlapped gradient reduction": Feature("--overlap-grad-reduce", ep=1),
+    "overlapped gradient reduction and parameter gathering": Feature("--overlap-grad-reduce --overlap-param-gather"),
+    "recompute moe": Feature("--recompute-granularity selective --recompute-modules moe"),
+    "recompute whole layers": Feature(" ".join(RECOMPUTE)),
+    "MTP": Feature("--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"),
+    "EP 1, DP 2": Feature(ep=1),
+    "TP 2 and sequence parallel, EP 2": Feature(
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", gpus=True
+    ),
+    "PP 2, EP 1": Feature("--pipeline-model-parallel-size 2", ep=1),
+    "forced load balancing": Feature("--moe-router-force-load-balancing"),
+    "fused router": Feature("--moe-router-fusion", gpus=True),
+    "small macrobatch, so that rows are evicted": Feature("--mok-minibatch-size 128 --mok-macrobatch-size 256"),
+    "latent experts": Feature("--moe-latent-size 128", gpus=True),
+    "packed sequences": Feature("--dataloader-inter-document-masking", gpus=True),
+    "CUDA graphs of attention and router": Feature(
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess "
+        "--cuda-graph-warmup-steps 2 --moe-shared-expert-overlap",
+        gpus=True,
+        steps=6,
+        baseline=("mok", ""),
+    ),
+    "full-iteration CUDA graph": Feature(" ".join(GRAPH), gpus=True, steps=6, baseline=("mok", "")),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train them all; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", default="", help="words that a feature's name must contain one of")
+    parser.add_argument(
+        "--out", type=Path, help="JSON of the results so far, rewritten after each; what is in it is not repeated"
+    )
+    parser.add_argument("--data", type=Path, default=Path("/tmp/mok-features"), help="folder for the text")
+    args = parser.parse_args(argv)
+    on_gpus = torch.cuda.is_available()
+    data, results = start(args.data, args.out)
+    trained: dict[tuple[str, ...], list[float]] = {}
+    for name, feature in FEATURES.items():
+        wanted = not args.only or any(word in name for word in args.only.split(","))
+        if not wanted or name in results or (feature.gpus and not on_gpus):
+            continue
+        results[name] = {"verdict": "did not end"}
+        note(args.out, results)
+        results[name] = check(feature, max(args.steps, feature.steps), [*common(on_gpus), *data], trained)
+        note(args.out, results)
+        if rank() == 0 or "error" in results[name]:
+            print(f"{name}: {describe(results[name])}", flush=True)
+        if "error" in results[name]:
+            os._exit(1)  # the ranks may no longer be at the same place
+    for name, result in continued([*common(on_gpus), *data], args.data, args.only, results):
+        results[name] = result
+        note(args.out, results)
+        if rank() == 0 or "error" in result:
+            print(f"{name}: {describe(result)}", flush=True)
+        if "error" in result:
+            os._exit(1)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return 0 if all(result["verdict"] == "ok" for result in results.values()) else 1
+
+
+def check(
+    feature: Feature, steps: int, flags: list[str], trained: dict[tuple[str, ...], list[float]]
+) -> dict[str, Any]:
+    """Train under mok and under the baseline, and compare."""
+    dispatcher, others = feature.baseline
+    losses = []
+    start = time.perf_counter()
+    for name, words in (("mok", feature.flags), (dispatcher, feature.flags if others is None else others)):
+        own = [*words.split(), "--expert-model-parallel-size", str(feature.ep), "--train-iters", str(steps)]
+        own += ["--use-distributed-optimizer"] if feature.optimizer else []
+        if name != "mok":
+            own = without_mok(own)
+        key = (name, *own)
+        if key not in trained:
+            try:
+                trained[key] = train([*flags, *own, "--moe-token-dispatcher-type", name])
+            except BaseException as error:
+                return failure(error, name)
+        losses.append(trained[key])
+    if len(losses[0]) != steps:
+        return {"verdict": f"{len(losses[0])} of {steps} steps", "difference": 0.0, "against": dispatcher, "s": 0.0}
+    return verdict(*losses, LIMIT, start, dispatcher)
+
+
+def continued(flags: list[str], folder: Path, only: str, done: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Repeated, interrupted and handed over: with Megatron's deterministic settings, four steps, saved after two."""
+    flags = [*flags, *f"--deterministic-mode --expert-model-parallel-size 2 --train-iters {2 * SAVED}".split()]
+    flags += ["--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
+    folder = folder / f"saved-{os.environ.get('MASTER_PORT', 0)}-{os.getppid()}"
+    losses: dict[str, list[float]] = {}
+
+    def run(dispatcher: str, *others: str) -> list[float]:
+        return train([*flags, "--moe-token-dispatcher-type", dispatcher, *others])
+
+    def whole(dispatcher: str) -> list[float]:
+        if dispatcher not in losses:
+            saved = ["--save", str(folder / dispatcher), "--save-interval", str(SAVED)]
+            losses[dispatcher] = run(dispatcher, *saved)
+        return losses[dispatcher]
+
+    def rest(dispatcher: str, saved_by: str) -> list[float]:
+        whole(saved_by)
+        return run(dispatcher, "--load", str(folder / saved_by), "--ckpt-step", str(SAVED))
+
+    for name, ours, theirs, limit in (
+        ("same seed twice, the same bits", lambda: run("mok"), lambda: whole("mok"), 0.0),
+        ("resumed, the same bits", lambda: rest("mok", "mok"), lambda: whole("mok")[SAVED:], 0.0),
+        (
+            "a checkpoint of mok continues under alltoall",
+            lambda: rest("alltoall", "mok"),
+            lambda: whole("mok")[SAVED:],
+            LIMIT,
+        ),
+        (
+            "a checkpoint of alltoall continues under mok",
+            lambda: rest("mok", "alltoall"),
+            lambda: whole("alltoall")[SAVED:],
+            LIMIT,
+        ),
+    ):
+        if name in done or (only and not any(word in name for word in only.split(","))):
+            continue
+        begin = time.perf_counter()
+        try:
+            yield name, verdict(ours(), theirs(), limit, begin)
+        except BaseException as error:
+            yield name, failure(error, "one of the runs")
+
+
+def verdict(
+    ours: list[float], theirs: list[float], limit: float, begin: float, against: str = "the other run"
+) -> dict[str, Any]:
+    """Whether two curves agree."""
+    difference = max((abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=False)), default=0.0)
+    alike = difference <= limit and len(ours) == len(theirs) > 0
+    words = "ok" if alike else "differs" if len(ours) == len(theirs) else f"{len(ours)} steps against {len(theirs)}"
+    seconds = time.perf_counter() - begin
+    return {
+        "verdict": words,
+        "difference": difference,
+        "mok": ours,
+        "baseline": theirs,
+        "against": against,
+        "s": seconds,
+    }
+
+
+def failure(error: BaseException, under: str) -> dict[str, Any]:
+    """A result that says where it failed."""
+    lines = traceback.format_exc().strip().splitlines()
+    return {"verdict": f"failed under {under}", "error": f"{type(error).__name__}: {error}", "trace": lines[-16:]}
+
+
+def train(flags: list[str]) -> list[float]:
+    """The losses of the steps; what Megatron prints is dropped, and its state is as new afterwards."""
+    from megatron.training import training
+
+    from mok_megatron import pretrain
+
+    losses: list[float] = []
+    original = training.training_log
+
+    def record(loss_dict: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if loss_dict:
+            losses.append(float(loss_dict["lm loss"]))
+        return original(loss_dict, *args, **kwargs)
+
+    watchdog = threading.Timer(DEADLINE_S, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    training.training_log = record
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            pretrain.run(flags)
+        told = [losses]  # the last pipeline stage knows them
+        torch.distributed.broadcast_object_list(told, src=torch.distributed.get_world_size() - 1)
+    finally:
+        watchdog.cancel()
+        training.training_log = original
+        reset()
+    return told[0]
+
+
+def give_up() -> None:
+    """A training that hangs ends its process; the stack says where."""
+    import faulthandler
+
+    print(f"rank {rank()}: no end within {DEADLINE_S} s", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback()
+    os._exit(1)
+
+
+def reset() -> None:
+    """Megatron's global state, except the process group."""
+    from megatron.core import full_cuda_graph
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.training.determinism import DETERMINISM_ENV_VAR_DEFAULTS
+    from megatron.training.training import destroy_global_state
+
+    torch.use_deterministic_algorithms(False)
+    for name in DETERMINISM_ENV_VAR_DEFAULTS:
+        os.environ.pop(name, None)
+    destroy_global_state()
+    destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker.clear()
+    for table in (full_cuda_graph.FullCudaGraphWrapper.cuda_graph, full_cuda_graph.FullCudaGraphWrapper.result):
+        table.update(training=None, validation=None)
+    full_cuda_graph.FullCudaGraphWrapper.curr_iteration.update(training=0, validation=0)
+    full_cuda_graph.StaticBufferLoader.static_buffers.update(training=[], validation=[])
+
+
+def common(on_gpus: bool) -> list[str]:
+    """Flags of every training."""
+    from mok_megatron.pretrain import ON_CPU
+
+    words = [word.format(implementation="transformer_engine" if on_gpus else "local") for word in SHARED]
+    return [*words, *(ON_GPUS if on_gpus else ON_CPU)]
+
+
+def without_mok(words: list[str]) -> list[str]:
+    """Without --mok-* flags and their values: other dispatchers do not have them."""
+    kept = []
+    for i, word in enumerate(words):
+        if not word.startswith("--mok-") and not (i and words[i - 1].startswith("--mok-")):
+            kept.append(word)
+    return kept
+
+
+def start(folder: Path, out: Path | None) -> tuple[list[str], dict[str, Any]]:
+    """Data and earlier results, the same for all ranks: rank 0 writes them, the others wait for the last file.
+
+    Returns:
+        Flags of real text, a token a byte, and the results that `out` holds.
+    """
+    from mok_megatron.training.data import standard_library_text, write_indexed_dataset
+
+    folder = folder / f"launch-{os.environ.get('MASTER_PORT', 0)}-{os.getppid()}"
+    earlier = folder / "earlier.json"
+    if rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_indexed_dataset(standard_library_text()[:40], folder / "text")
+        (folder / "unfinished").write_text(out.read_text() if out and out.exists() else "{}")
+        (folder / "unfinished").rename(earlier)
+    deadline = time.monotonic() + DEADLINE_S
+    while not earlier.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 did not write {earlier} within {DEADLINE_S} s")
+        time.sleep(0.01)
+    return ["--data-path", str(folder / "text"), "--data-cache-path", str(folder / "cache")], json.loads(
+        earlier.read_text()
+    )
+
+
+def note(path: Path | None, results: dict[str, Any]) -> None:
+    if path is not None and rank() == 0:
+        path.write_text(json.dumps(results, indent=1))
+
+
+def describe(result: dict[str, Any]) -> str:
+    """A line."""
+    if "error" in result:
+        return f"{result['verdict']}: {result['error']}\n  " + "\n  ".join(result["trace"])
+    return f"{result['verdict']} ({result['difference']:.1e} from {result['against']}, {result['s']:.1f} s)"
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+if __name__ == "__main__":
+    from mok_megatron import host, register
+
+    register()
+    if not torch.cuda.is_available():
+        host.enable(training=True)
+    sys.exit(main())
