@@ -12,6 +12,10 @@ from typing import Any
 from mok_megatron.errors import MokConfigError, Problems
 
 BACKENDS = ("auto", "megakernel", "reference")
+FORMATS = ("bf16", "mxfp8", "blockwise")
+WGRAD_TYPES = ("bf16", "fp8")
+GRADIENT_TYPES = ("e4m3", "e5m2")
+SCALE_KINDS = ("power_of_two", "fp32")
 
 TILE_ROWS = 128
 """Rows of one tile of the expert products. Segments of the schedule are padded to it, and every sum over
@@ -24,11 +28,17 @@ def _setting(default: Any, help_text: str, **flag: Any) -> Any:
     return field(default=default, metadata={"help": help_text, "flag": flag})
 
 
+def _chosen_by_megatron(default: Any, help_text: str) -> Any:
+    """A setting that follows from Megatron's own flags, and has none of its own beside them."""
+    return field(default=default, metadata={"help": help_text, "flag": None})
+
+
 @dataclass(frozen=True)
 class MokConfig:
     """Settings of the fused MoE layer.
 
-    None of them changes a result, not even its last bit; they trade time against memory.
+    `format` and the `fp8_*` settings say what is computed (docs/formats.md). None of the others changes a result, not
+    even its last bit; they trade time against memory.
 
     Raises:
         MokConfigError: at construction, listing every value that cannot work.
@@ -39,6 +49,22 @@ class MokConfig:
         "Who computes the layer: 'megakernel' (one persistent kernel a direction), 'reference' (plain torch, "
         "any device), or 'auto': the megakernel on GPUs, the reference on a machine without one.",
         choices=BACKENDS,
+    )
+    format: str = _chosen_by_megatron(
+        "bf16", "What the expert products multiply: bf16, or FP8 with scales ('mxfp8', 'blockwise'): --fp8-recipe."
+    )
+    fp8_gradients: str = _chosen_by_megatron(
+        "e4m3", "The FP8 type of gradients: 'e4m3', or 'e5m2' for --fp8-format hybrid."
+    )
+    fp8_scales: str = _chosen_by_megatron(
+        "power_of_two",
+        "Block scales: 'power_of_two', or 'fp32' where Transformer Engine's NVTE_FP8_BLOCK_SCALING_FP32_SCALES is 1.",
+    )
+    fp8_wgrad: str = _setting(
+        "bf16",
+        "With an FP8 format, what the products of the weight gradients multiply: 'bf16', or 'fp8' from column-wise "
+        "copies.",
+        choices=WGRAD_TYPES,
     )
     minibatch_size: int = _setting(
         1024,
@@ -101,6 +127,7 @@ class MokConfig:
             f"--mok-backend {self.backend!r} is unknown",
             f"choose one of {', '.join(BACKENDS)}",
         )
+        self._check_format(problems)
         _require_multiple(problems, "--mok-minibatch-size", self.minibatch_size, TILE_ROWS)
         if self.macrobatch_size is not None:
             unit = self.minibatch_size if _is_multiple(self.minibatch_size, TILE_ROWS) else TILE_ROWS
@@ -119,9 +146,7 @@ class MokConfig:
                 f"--mok-num-sms {self.num_sms} leaves no SM for the products beside {most} that communicate",
                 f"give at least {most + 1}, or fewer communication SMs",
             )
-        problems.require(
-            (self.reserved_sms or 0) >= 0, f"--mok-reserved-sms is {self.reserved_sms}", "give 0 or more"
-        )
+        problems.require((self.reserved_sms or 0) >= 0, f"--mok-reserved-sms is {self.reserved_sms}", "give 0 or more")
         # Neither NaN nor infinity: no wait is unbounded.
         problems.require(
             0 < self.timeout_s < math.inf,
@@ -129,6 +154,21 @@ class MokConfig:
             "give a positive, finite number of seconds",
         )
         problems.raise_if_any(MokConfigError, "MokConfig cannot work:")
+
+    def _check_format(self, problems: Problems) -> None:
+        for name, value, known in (
+            ("format", self.format, FORMATS),
+            ("fp8_gradients", self.fp8_gradients, GRADIENT_TYPES),
+            ("fp8_scales", self.fp8_scales, SCALE_KINDS),
+            ("--mok-fp8-wgrad", self.fp8_wgrad, WGRAD_TYPES),
+        ):
+            problems.require(value in known, f"{name} {value!r} is unknown", f"choose one of {', '.join(known)}")
+        problems.require(
+            (self.format, self.fp8_scales, self.fp8_wgrad) != ("blockwise", "fp32", "fp8"),
+            "--mok-fp8-wgrad fp8 with fp32 block scales (NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1) would round x and dy "
+            "to FP8 twice",
+            "pass --mok-fp8-wgrad bf16, or keep scales at powers of two, with which the second rounding is exact",
+        )
 
     def macrobatch_rows(self, balanced_rows: int) -> int:
         """Rows of the ring buffers: the setting, or 1.25 x `balanced_rows` in whole minibatches, rounded up."""
@@ -144,9 +184,14 @@ def flag_name(field_name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add one `--mok-*` flag a field of MokConfig to `parser` (dest `mok_<field>`; None where not given)."""
+    """Add the `--mok-*` flags to `parser`: one a field of MokConfig that Megatron has no flag for.
+
+    Their dest is `mok_<field>`, None where not given.
+    """
     group = parser.add_argument_group("mok", "Fused MoE layer (--moe-token-dispatcher-type mok)")
     for entry in dataclasses.fields(MokConfig):
+        if entry.metadata["flag"] is None:
+            continue
         group.add_argument(
             flag_name(entry.name),
             dest=f"mok_{entry.name}",

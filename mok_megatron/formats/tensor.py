@@ -1,4 +1,4 @@
-"""A tensor of E4M3 values that share scales block by block, and the steps that both formats have in common."""
+"""A tensor of FP8 values that share scales block by block, and the steps that both formats have in common."""
 
 from __future__ import annotations
 
@@ -10,8 +10,29 @@ from torch import Tensor
 
 from mok_megatron.errors import MokInputError, Problems
 
-E4M3_MAX = 448.0
-"""The largest finite E4M3 value, 1.75 * 2^8 (OCP 8-bit floating point, OFP8, v1.0)."""
+
+@dataclass(frozen=True)
+class Element:
+    """An 8-bit floating-point type of OCP 8-bit floating point (OFP8) v1.0."""
+
+    name: str
+    dtype: torch.dtype
+    max_exponent: int
+    """The exponent of its largest power of two. In both types the largest finite number is 1.75 times that power."""
+
+    @property
+    def max(self) -> float:
+        """The largest finite number."""
+        return 1.75 * 2.0**self.max_exponent
+
+
+E4M3 = Element("e4m3", torch.float8_e4m3fn, 8)
+"""3 fraction bits, up to 448: activations, weights, and gradients unless `hybrid` is asked for."""
+
+E5M2 = Element("e5m2", torch.float8_e5m2, 15)
+"""2 fraction bits, up to 57344: gradients of --fp8-format hybrid."""
+
+ELEMENTS = {element.name: element for element in (E4M3, E5M2)}
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What can be quantised. Each converts to fp32 exactly."""
@@ -31,7 +52,7 @@ class BlockScaled:
     """
 
     values: Tensor
-    """[..., R, C] float8_e4m3fn."""
+    """[..., R, C] float8_e4m3fn or float8_e5m2."""
     scales: Tensor
     """[..., R / rows, C / columns] of `block_shape`; float8_e8m0fnu or float32. NaN: the block held Inf or NaN."""
     axis: Axis
@@ -42,7 +63,7 @@ class BlockScaled:
     def __post_init__(self) -> None:
         problems = Problems()
         for name, dtype, allowed in (
-            ("values", self.values.dtype, (torch.float8_e4m3fn,)),
+            ("values", self.values.dtype, tuple(element.dtype for element in ELEMENTS.values())),
             ("scales", self.scales.dtype, SCALE_DTYPES),
         ):
             problems.require(dtype in allowed, f"{name} are {dtype}", f"pass {' or '.join(map(str, allowed))}")
@@ -65,9 +86,9 @@ class BlockScaled:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """value * scale in fp32, then rounded to `dtype` [..., R, C], to nearest even.
 
-        With scales that are powers of two the product has E4M3's four significant bits, so it is exact in fp32 and
-        in bf16 unless it leaves their range. Above the range of fp32 it is Inf (OCP MX v1.0 section 5.1 leaves this
-        to the implementation).
+        With scales that are powers of two the product has the value's significant bits, at most four, so it is exact
+        in fp32 and in bf16 unless it leaves their range. Above the range of fp32 it is Inf (OCP MX v1.0 section 5.1
+        leaves this to the implementation).
         """
         blocks = split(self.values.float(), self.block_shape)
         return merge(blocks * self.scales.float()[..., :, None, :, None]).to(dtype)
@@ -76,6 +97,13 @@ class BlockScaled:
         """The same numbers with rows and columns exchanged, as views: row-wise becomes column-wise, no rounding."""
         swapped: dict[Axis, Axis] = {-1: -2, -2: -1, "both": "both"}
         return BlockScaled(self.values.mT, self.scales.mT, swapped[self.axis], self.length)
+
+    def __getitem__(self, index: int | slice) -> BlockScaled:
+        """A matrix of a batch, or some rows of a row-wise quantised matrix: views of both tensors."""
+        is_batch = self.values.dim() > 2
+        if not is_batch and (isinstance(index, int) or self.axis != -1):
+            raise MokInputError("only a batch can be indexed, or a row-wise quantised matrix by a slice of rows")
+        return BlockScaled(self.values[index], self.scales[index], self.axis, self.length)
 
 
 def block_shape(axis: Axis, length: int) -> tuple[int, int]:
@@ -137,12 +165,12 @@ def check_layout(x: Tensor, axis: Axis, length: int, problems: Problems) -> bool
     return fits
 
 
-def to_e4m3(blocks: Tensor, multiplier: Tensor) -> Tensor:
-    """E4M3 values [..., R, C] of `blocks * multiplier`, rounded to nearest even, saturated at +-448, NaN kept.
+def to_fp8(blocks: Tensor, multiplier: Tensor, element: Element) -> Tensor:
+    """FP8 values [..., R, C] of `blocks * multiplier`, rounded to nearest even, saturated at +-max, NaN kept.
 
-    The clamp is what saturates: torch's conversion makes NaN of anything that rounds beyond 448. One code, 0x7F, for
-    every NaN, so that results are the same bits on every device.
+    The clamp is what saturates: torch's conversion makes NaN or Inf of anything that rounds beyond the largest number.
+    One code, 0x7F, for every NaN, so that results are the same bits on every device.
     """
     scaled = blocks * multiplier[..., :, None, :, None]
-    scaled = scaled.masked_fill(scaled.isnan(), torch.nan).clamp(-E4M3_MAX, E4M3_MAX)
-    return merge(scaled).to(torch.float8_e4m3fn)
+    scaled = scaled.masked_fill(scaled.isnan(), torch.nan).clamp(-element.max, element.max)
+    return merge(scaled).to(element.dtype)

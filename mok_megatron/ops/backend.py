@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mok_megatron.config import MokConfig
-from mok_megatron.errors import MokBackendError
+from mok_megatron.errors import MokBackendError, Problems
+from mok_megatron.ops.formats import check_format
 from mok_megatron.ops.inputs import MoeGradients, MoeInputs
 
 
@@ -33,6 +34,13 @@ def megakernel_problem(device: torch.device) -> str | None:
     return megakernel.unavailable_reason(device)
 
 
+def backend_name(config: MokConfig, device: torch.device) -> str:
+    """The backend that `config.backend` means for operands on `device`; whether it can run is another question."""
+    if config.backend == "auto":
+        return "reference" if device.type == "cpu" else "megakernel"
+    return config.backend
+
+
 def select_backend(config: MokConfig, device: torch.device) -> Backend:
     """The backend that `config.backend` names, for operands on `device`.
 
@@ -40,18 +48,23 @@ def select_backend(config: MokConfig, device: torch.device) -> Backend:
     other by itself.
 
     Raises:
-        MokBackendError: the megakernel is asked for, or meant by 'auto', and cannot run here.
+        MokBackendError: the megakernel is asked for, or meant by 'auto', and cannot run here; or the backend has not
+            the format that is asked for.
     """
-    if config.backend == "reference" or (config.backend == "auto" and device.type == "cpu"):
-        from mok_megatron.reference.backend import ReferenceBackend
-
-        return ReferenceBackend()
-    problem = megakernel_problem(device)
+    name = backend_name(config, device)
+    problem = megakernel_problem(device) if name == "megakernel" else None
     if problem is not None:
         raise MokBackendError(
             f"--mok-backend {config.backend}: {problem}; to run the layer in plain torch instead, much slower, "
             "set --mok-backend reference"
         )
+    problems = Problems()
+    check_format(config, name, device, problems)
+    problems.raise_if_any(MokBackendError, f"--mok-backend {config.backend} cannot run this layer:")
+    if name == "reference":
+        from mok_megatron.reference.backend import ReferenceBackend
+
+        return ReferenceBackend()
     from mok_megatron import megakernel
 
     return megakernel.MegakernelBackend()

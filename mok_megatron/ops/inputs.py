@@ -10,6 +10,8 @@ from torch import Tensor
 
 from mok_megatron.config import MokConfig
 from mok_megatron.errors import Problems
+from mok_megatron.formats import BLOCK_LENGTH
+from mok_megatron.formats.tensor import SOURCE_DTYPES
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -91,6 +93,8 @@ def check_inputs(call: MoeInputs) -> Problems:
     if not problems:
         _check_shapes(call, problems)
         _check_dtypes_and_devices(call, operands, problems)
+    if not problems and call.config.format != "bf16":
+        _check_format(call, problems)
     return problems
 
 
@@ -148,6 +152,21 @@ def _check_shared_shapes(shared: SharedExpert, tokens: int, hidden: int, problem
             tuple(shared.scale.shape) == (tokens,),
             f"shared scale has shape {list(shared.scale.shape)}",
             f"give one factor a token: [{tokens}]",
+        )
+
+
+def _check_format(call: MoeInputs, problems: Problems) -> None:
+    name, length = call.config.format, BLOCK_LENGTH[call.config.format]
+    problems.require(
+        call.x.dtype in SOURCE_DTYPES,
+        f"x is {call.x.dtype}, which has no {name} form",
+        f"convert all operands to {', '.join(map(str, SOURCE_DTYPES))}, or choose the format bf16",
+    )
+    for size_name, size in (("H", call.x.shape[1]), ("I", call.w2.shape[2])):
+        problems.require(
+            size % length == 0,
+            f"{size_name} = {size} is not a multiple of {length}, the block of {name}",
+            f"the nearest that works is {max(1, round(size / length)) * length}",
         )
 
 

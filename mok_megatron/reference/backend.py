@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +13,16 @@ from mok_megatron.ops.inputs import MoeGradients, MoeInputs, SharedExpert
 from mok_megatron.ops.main_grad import store_gradient
 from mok_megatron.ops.schedule import Schedule
 from mok_megatron.reference.exchange import RowExchange, agree, gather_routes, schedules_of_all_ranks
-from mok_megatron.reference.experts import (
-    down_product,
-    expert_backward,
-    gate_up_product,
-    swiglu,
-    tiles,
-    wide,
-)
+from mok_megatron.reference.experts import expert_backward, gate_up_of, output_of, tiles
+from mok_megatron.reference.products import PlainProducts, Products, Rows, products_of, wide
 
 
 @dataclass(frozen=True)
 class Activations:
     """What a macrobatch leaves behind for the backward."""
 
-    x: Tensor
-    """[rows, H] dispatched tokens."""
+    x: Rows
+    """[rows, H] dispatched tokens, as they travelled."""
     gate_up: Tensor
     """[rows, 2I] FC1's output, before the activation."""
 
@@ -38,6 +33,8 @@ class Saved:
 
     schedules: list[Schedule]
     macrobatch_rows: int
+    products: Products[Any]
+    """With the weights as the forward had them."""
     last: Activations
     shared_gate_up: Tensor | None
 
@@ -52,15 +49,16 @@ class ReferenceBackend:
         agreement = agree(call)
         schedules = schedules_of_all_ranks(call, gather_routes(call, agreement))
         mine = schedules[call.ep_rank]
+        products = products_of(call)
+        x = products.of_x(call.x)
         slots = call.x.new_zeros((call.topk_ids.numel(), call.x.shape[1]))
         last = Activations(call.x.new_empty(0, 0), call.x.new_empty(0, 0))
         for first, end in macrobatches(schedules, agreement.macrobatch_rows):
             exchange = RowExchange(call, schedules, first, end)
-            last = _dispatch_and_fc1(call, mine, exchange, first, end)
+            last = _dispatch_and_fc1(call, products, x, mine, exchange, first, end)
             rows = call.x.new_zeros(exchange.rows, call.x.shape[1])
             for tile in tiles(mine, first, end):
-                hidden = swiglu(last.gate_up[tile.rows]).to(call.x.dtype)
-                rows[tile.rows] = down_product(hidden, call.w2[tile.expert])
+                rows[tile.rows] = output_of(products, last.gate_up[tile.rows], tile.expert)
             exchange.to_sources(rows, slots)
 
         y = sum_over_k(slots, call.topk_weights.masked_fill(call.topk_ids < 0, 0))
@@ -68,11 +66,12 @@ class ReferenceBackend:
         if call.shared is not None:
             shared_y, shared_gate_up = _shared_forward(call.x, call.shared)
             y = y + wide(shared_y) * _scale(call.shared, call.x).unsqueeze(-1)
-        return y.to(call.x.dtype), Saved(schedules, agreement.macrobatch_rows, last, shared_gate_up)
+        return y.to(call.x.dtype), Saved(schedules, agreement.macrobatch_rows, products, last, shared_gate_up)
 
     def backward(self, call: MoeInputs, saved: Saved, dy: Tensor, into_main_grad: bool) -> MoeGradients:
         """Gradients for dy [T, H]; activations of all macrobatches but the last are computed again."""
-        mine = saved.schedules[call.ep_rank]
+        mine, products = saved.schedules[call.ep_rank], saved.products
+        x, quantized_dy = products.of_x(call.x), products.of_dy(dy)
         dx_slots = call.x.new_zeros((call.topk_ids.numel(), call.x.shape[1]))
         dweight_slots = torch.zeros_like(call.topk_weights).reshape(-1)
         dw1, dw2 = torch.zeros_like(wide(call.w1)), torch.zeros_like(wide(call.w2))
@@ -80,14 +79,14 @@ class ReferenceBackend:
         for first, end in ranges:
             exchange = RowExchange(call, saved.schedules, first, end)
             is_kept = (first, end) == ranges[-1]
-            kept = saved.last if is_kept else _dispatch_and_fc1(call, mine, exchange, first, end)
-            dy_rows = exchange.to_experts(dy)
+            kept = saved.last if is_kept else _dispatch_and_fc1(call, products, x, mine, exchange, first, end)
+            dy_rows = exchange.rows_to_experts(quantized_dy)
             weights = exchange.to_experts(call.topk_weights.reshape(-1), per_route=True)
-            dx_rows = torch.zeros_like(dy_rows)
+            dx_rows = dy.new_zeros(exchange.rows, dy.shape[1])
             dweight_rows = torch.zeros_like(weights)
             for tile in tiles(mine, first, end):
                 r, e = tile.rows, tile.expert
-                tile_grads = expert_backward(dy_rows[r], weights[r], kept.x[r], kept.gate_up[r], call.w1[e], call.w2[e])
+                tile_grads = expert_backward(products, e, dy_rows[r], weights[r], kept.x[r], kept.gate_up[r])
                 dx_rows[r], dweight_rows[r] = tile_grads.dx, tile_grads.dweight
                 dw1[e] += tile_grads.dw1
                 dw2[e] += tile_grads.dw2
@@ -123,12 +122,14 @@ def sum_over_k(slots: Tensor, factors: Tensor) -> Tensor:
     return total
 
 
-def _dispatch_and_fc1(call: MoeInputs, schedule: Schedule, exchange: RowExchange, first: int, end: int) -> Activations:
-    x = exchange.to_experts(call.x)
-    gate_up = x.new_zeros(exchange.rows, call.w1.shape[1])
+def _dispatch_and_fc1(
+    call: MoeInputs, products: Products[Any], x: Rows, schedule: Schedule, exchange: RowExchange, first: int, end: int
+) -> Activations:
+    rows = exchange.rows_to_experts(x)
+    gate_up = call.x.new_zeros(exchange.rows, call.w1.shape[1])
     for tile in tiles(schedule, first, end):
-        gate_up[tile.rows] = gate_up_product(x[tile.rows], call.w1[tile.expert])
-    return Activations(x, gate_up)
+        gate_up[tile.rows] = gate_up_of(products, rows[tile.rows], tile.expert, call.x.dtype)
+    return Activations(rows, gate_up)
 
 
 def _scale(shared: SharedExpert, x: Tensor) -> Tensor:
@@ -143,10 +144,16 @@ def _whole_tiles(rows: Tensor) -> tuple[Tensor, ...]:
     return padded.split(TILE_ROWS)
 
 
+def _shared_products(shared: SharedExpert) -> Products[Any]:
+    """The shared expert keeps x's dtype whatever the format of the routed ones."""
+    return PlainProducts(shared.w1.unsqueeze(0), shared.w2.unsqueeze(0))
+
+
 def _shared_forward(x: Tensor, shared: SharedExpert) -> tuple[Tensor, Tensor]:
     """The shared expert's output [T, H], before its scale, and its gate and up [T in whole tiles, 2Is]."""
-    gate_up = [gate_up_product(tile, shared.w1) for tile in _whole_tiles(x)]
-    y = [down_product(swiglu(tile).to(x.dtype), shared.w2) for tile in gate_up]
+    products = _shared_products(shared)
+    gate_up = [gate_up_of(products, tile, 0, x.dtype) for tile in _whole_tiles(x)]
+    y = [output_of(products, tile, 0) for tile in gate_up]
     return torch.cat(y)[: x.shape[0]], torch.cat(gate_up)
 
 
@@ -154,12 +161,12 @@ def _shared_backward(
     x: Tensor, shared: SharedExpert, gate_up: Tensor, dy: Tensor, grads: MoeGradients, into_main_grad: bool
 ) -> None:
     """Adds the shared expert's share to `grads.x` and fills in its own gradients."""
-    scale = _scale(shared, x)
+    products, scale = _shared_products(shared), _scale(shared, x)
     dx, dscale = [], []
     dw1, dw2 = torch.zeros_like(wide(shared.w1)), torch.zeros_like(wide(shared.w2))
     by_tile = (_whole_tiles(dy), _whole_tiles(scale), _whole_tiles(x), gate_up.split(TILE_ROWS))
     for operands in zip(*by_tile, strict=True):
-        tile_grads = expert_backward(*operands, shared.w1, shared.w2)
+        tile_grads = expert_backward(products, 0, *operands)
         dx.append(tile_grads.dx)
         dscale.append(tile_grads.dweight)
         dw1 += tile_grads.dw1

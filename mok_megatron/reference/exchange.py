@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mok_megatron.config import TILE_ROWS
+from mok_megatron.config import FORMATS, GRADIENT_TYPES, SCALE_KINDS, TILE_ROWS, WGRAD_TYPES
 from mok_megatron.errors import MokInputError, MokTimeoutError, Problems
+from mok_megatron.formats import BlockScaled
 from mok_megatron.ops.inputs import FLOAT_DTYPES, MoeInputs, check_expert_numbers, check_inputs
 from mok_megatron.ops.schedule import Schedule, build_schedule
 
@@ -47,6 +48,20 @@ _SAME_ON_ALL_RANKS = (
         "convert x to one dtype on every rank",
         lambda index: str(FLOAT_DTYPES[index]),
     ),
+    *(
+        _Same(
+            name,
+            lambda call, field=field, known=known: known.index(getattr(call.config, field)),  # type: ignore[misc]
+            "start every rank with the same flags",
+            lambda index, known=known: known[index],  # type: ignore[misc]
+        )
+        for name, field, known in (
+            ("the format (--fp8-recipe)", "format", FORMATS),
+            ("the gradients' type (--fp8-format)", "fp8_gradients", GRADIENT_TYPES),
+            ("the kind of scales (NVTE_FP8_BLOCK_SCALING_FP32_SCALES)", "fp8_scales", SCALE_KINDS),
+            ("--mok-fp8-wgrad", "fp8_wgrad", WGRAD_TYPES),
+        )
+    ),
     _Same(
         "--mok-minibatch-size",
         lambda call: call.config.minibatch_size,
@@ -76,7 +91,8 @@ def agree(call: MoeInputs) -> Agreement:
     if not problems:
         mine[1] = call.x.shape[0]
         mine[2:] = torch.tensor([same.value(call) for same in _SAME_ON_ALL_RANKS])
-    everyone = _all_gather(mine.to(call.x.device), call, "shapes").cpu()
+    device = torch.device("cpu") if call.device.type == "meta" else call.device
+    everyone = _all_gather(mine.to(device), call, "shapes").cpu()
     if everyone[:, 0].any():
         _raise_with_all_reports(call, problems)
     for same, column in zip(_SAME_ON_ALL_RANKS, everyone[:, 2:].t().tolist(), strict=True):
@@ -141,6 +157,14 @@ class RowExchange:
         rows = values.new_zeros((self.rows, *values.shape[1:]))
         rows[self._filled] = arrived
         return rows
+
+    def rows_to_experts(self, x: Tensor | BlockScaled) -> Tensor | BlockScaled:
+        """As `to_experts`, for [T, H] in its dtype or quantised row-wise, which travels as values and scales."""
+        if isinstance(x, Tensor):
+            return self.to_experts(x)
+        # As bytes: not every backend of torch.distributed knows 8-bit floating point.
+        values, scales = (self.to_experts(part.view(torch.uint8)).view(part.dtype) for part in (x.values, x.scales))
+        return BlockScaled(values, scales, x.axis, x.length)
 
     def to_sources(self, rows: Tensor, slots: Tensor) -> None:
         """Send [rows, ...] back: each lands in slot `token * K + k` of its source's `slots` [T * K, ...]."""

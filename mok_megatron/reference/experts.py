@@ -1,7 +1,7 @@
 """The arithmetic of the experts, tile by tile, in the order and with the roundings that define the operator.
 
-Products accumulate in fp32 (fp64 for fp64 inputs) and a value is rounded to the storage dtype wherever the
-kernel stores it: gate and up after FC1, hidden before FC2, each output row, and their counterparts in the backward.
+`products.py` multiplies; here a value is rounded to the storage dtype wherever the kernel stores it: gate
+and up after FC1, hidden before FC2, each output row, and their counterparts in the backward.
 A tile is at most `TILE_ROWS` consecutive rows of one expert; because an expert has the same tiles at every EP size
 and macrobatch size, every product has the same shape and every sum over rows the same order. That matters to the
 last bit: matrix libraries choose their order of summation by the shape.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from mok_megatron.config import TILE_ROWS
 from mok_megatron.ops.schedule import Schedule
+from mok_megatron.reference.products import Products, Rows, wide
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,9 @@ def tiles(schedule: Schedule, first: int, end: int) -> Iterator[Tile]:
                 yield Tile(expert, slice(begin - first, tile_end - first))
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """`tensor` in the dtype that products accumulate in: fp32, or fp64 if it is fp64."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def gate_up_product(x: Tensor, w1: Tensor) -> Tensor:
-    """FC1: x [n, H] and w1 [2I, H] to [n, 2I] in x's dtype, before the activation."""
-    return (wide(x) @ wide(w1).t()).to(x.dtype)
+def gate_up_of(products: Products[Any], x: Rows, expert: int, dtype: torch.dtype) -> Tensor:
+    """FC1: x [n, H] to [n, 2I] in the storage dtype, before the activation."""
+    return products.gate_up(x, expert).to(dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -56,9 +53,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def down_product(hidden: Tensor, w2: Tensor) -> Tensor:
-    """FC2: hidden [n, I] and w2 [H, I] to [n, H] in hidden's dtype."""
-    return (wide(hidden) @ wide(w2).t()).to(hidden.dtype)
+def output_of(products: Products[Any], gate_up: Tensor, expert: int) -> Tensor:
+    """SwiGLU and FC2: gate_up [n, 2I] to [n, H], in its dtype."""
+    return products.down(swiglu(gate_up).to(gate_up.dtype), expert).to(gate_up.dtype)
 
 
 @dataclass(frozen=True)
@@ -75,29 +72,33 @@ class RowGradients:
     """[H, I], likewise."""
 
 
-def expert_backward(dy: Tensor, weight: Tensor, x: Tensor, gate_up: Tensor, w1: Tensor, w2: Tensor) -> RowGradients:
+def expert_backward(
+    products: Products[Any], expert: int, dy: Rows, weight: Tensor, x: Rows, gate_up: Tensor
+) -> RowGradients:
     """Gradients of `weight * down(swiglu(gate_up(x)))` for one tile.
 
     Args:
+        products: hold the weights.
+        expert: local number.
         dy: [n, H] gradient of the layer's output for each row's token, before the router weight.
         weight: [n] router weight of each row, in the accumulation dtype.
-        x, gate_up: [n, H] and [n, 2I] of the forward.
-        w1, w2: [2I, H] and [H, I] of the expert.
+        x: [n, H] of the forward.
+        gate_up: [n, 2I] of the forward, in the storage dtype.
     """
     gate, up = wide(gate_up).chunk(2, dim=-1)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     hidden = silu * up
-    dhidden = wide(dy) @ wide(w2)
+    dhidden = products.dhidden(dy, expert)
     # <dy, down(hidden)> without the forward's output: sum over I of hidden * (dy @ w2).
     dweight = (hidden * dhidden).sum(dim=-1)
     dhidden = dhidden * weight.unsqueeze(-1)
     dgate = dhidden * up * (sigmoid + silu * (1 - sigmoid))
-    dgate_up = torch.cat((dgate, dhidden * silu), dim=-1).to(x.dtype)
-    weighted_hidden = (hidden * weight.unsqueeze(-1)).to(x.dtype)
+    dgate_up = torch.cat((dgate, dhidden * silu), dim=-1).to(gate_up.dtype)
+    weighted_hidden = (hidden * weight.unsqueeze(-1)).to(gate_up.dtype)
     return RowGradients(
-        dx=(wide(dgate_up) @ wide(w1)).to(x.dtype),
+        dx=products.dx(dgate_up, expert).to(gate_up.dtype),
         dweight=dweight,
-        dw1=wide(dgate_up).t() @ wide(x),
-        dw2=wide(dy).t() @ wide(weighted_hidden),
+        dw1=products.dw1(dgate_up, x),
+        dw2=products.dw2(dy, weighted_hidden),
     )

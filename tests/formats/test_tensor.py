@@ -7,7 +7,7 @@ import torch
 
 from mok_megatron.errors import MokInputError
 from mok_megatron.formats import BlockScaled, quantize_1x128, quantize_128x128, quantize_mxfp8
-from mok_megatron.formats.tensor import to_e4m3
+from mok_megatron.formats.tensor import E4M3, E5M2, to_fp8
 from tests.formats.scalar import codes
 
 
@@ -70,8 +70,9 @@ def test_every_nan_has_the_same_code() -> None:
     negative = torch.tensor([-(1 << 22)], dtype=torch.int32).view(torch.float32)
     assert negative.isnan().all() and negative.signbit().all()
     for blocks, multiplier in ((torch.ones(1), negative), (negative, torch.ones(1)), (negative, negative)):
-        values = to_e4m3(blocks.reshape(1, 1, 1, 1), multiplier.reshape(1, 1))
-        assert codes(values).tolist() == [[0x7F]]
+        for element in (E4M3, E5M2):
+            values = to_fp8(blocks.reshape(1, 1, 1, 1), multiplier.reshape(1, 1), element)
+            assert codes(values).tolist() == [[0x7F]]
 
 
 def test_no_tokens() -> None:
