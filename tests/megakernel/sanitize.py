@@ -1,0 +1,76 @@
+"""`make sanitize`: compute-sanitizer's four tools over the cases of sanitize_case.py, and a table of what they found.
+
+    python -m tests.megakernel.sanitize [--tools memcheck,synccheck] [case ...]
+
+Only kernels of this project are looked into (namespace mok). What the tools cannot see: racecheck knows shared memory
+only, so ordering through global memory and NVLink is left to tests/protocol; memcheck and initcheck know one process,
+so memory of a peer is that of another virtual rank on the same GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+PACKAGE = "nvidia-cuda-sanitizer-api"
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer: on PATH, in a CUDA toolkit, or from the package in this environment."""
+    toolkits = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    folders = [f"{toolkit}/bin" for toolkit in toolkits if toolkit]
+    folders.append(f"{sysconfig.get_path('purelib')}/nvidia/cu13/bin")
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+
+
+def run_tool(sanitizer: str, tool: str, cases: list[str], timeout_s: float) -> tuple[bool, str, float, str]:
+    """Whether it found nothing, its summary, seconds, and all it printed."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=mok", "--print-limit", "20"]
+    # One allocation a tensor: a write past the end of one would land in another unnoticed.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*command, sys.executable, "-m", "tests.megakernel.sanitize_case", *cases],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=timeout_s,
+            cwd=Path(__file__).resolve().parents[2],
+        )  # fmt: skip
+        ok, text = done.returncode == 0, done.stdout
+    except subprocess.TimeoutExpired as error:
+        ok, text = False, f"{(error.stdout or b'').decode()}\nnot done within {timeout_s:g} s"
+    summary = re.findall(r"=+ (.*(?:ERROR SUMMARY|RACECHECK SUMMARY).*)", text)
+    return ok and bool(summary), summary[-1] if summary else "no summary", time.monotonic() - begin, text
+
+
+def main() -> int:
+    """0 if every tool found nothing and every value was right."""
+    parser = argparse.ArgumentParser(prog="sanitize", description="compute-sanitizer over small launches")
+    parser.add_argument("cases", nargs="*", help="parts of the names of cases; default: all")
+    parser.add_argument("--tools", default=",".join(TOOLS), help="default: %(default)s")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="for each tool; default: %(default)s")
+    arguments = parser.parse_args()
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        print(f"sanitize: no compute-sanitizer on PATH, in CUDA_HOME or in this environment: pip install {PACKAGE}")
+        return 2
+    rows, all_ok = [], True
+    for tool in arguments.tools.split(","):
+        ok, summary, seconds, text = run_tool(sanitizer, tool, arguments.cases, arguments.timeout_s)
+        if not ok:
+            print(text)
+        rows.append(f"{tool:10} {'ok' if ok else 'FAILED':7} {seconds:6.1f} s  {summary}")
+        all_ok &= ok
+    print("\n".join(rows))
+    return 0 if all_ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The kernels on small problems under compute-sanitizer; `sanitize.py` starts it. Exits with 1 if a value is wrong.
+
+Virtual ranks on one GPU with few CTAs, so that instrumented kernels end in seconds, and deadlines of minutes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from tests.megakernel.problem import VirtualRanks, kernel_config, make_problem, plain, relative_error
+
+# Sizes that are no multiple of a tile; experts whose segments are cut by the end of a macrobatch.
+CASES = {
+    "one rank, rows evicted, shared expert": (1, {"shared": 192, "scale": True}, {"macrobatch_size": 256}),
+    "two ranks": (2, {}, {}),
+    "two ranks, rows evicted, CTAs that only move rows": (
+        2,
+        {"shared": 64},
+        {"macrobatch_size": 256, "fwd_comm_sms": 1, "bwd_comm_sms": 1},
+    ),
+}
+
+
+def main(names: list[str]) -> int:
+    """Run the cases whose names contain one of `names` (all, if there are none)."""
+    wrong = 0
+    for name, (ranks, problem_settings, settings) in CASES.items():
+        if names and not any(part in name for part in names):
+            continue
+        problem = make_problem(200, 320, 192, 4, 2, **problem_settings)
+        config = kernel_config(minibatch_size=128, num_sms=4, timeout_s=100.0, **settings)
+        run = VirtualRanks(problem, ranks, config)
+        found = run.run(problem, main_grad=torch.float32)
+        exact, rounded = plain(problem, torch.float64), plain(problem, torch.bfloat16)
+        for key, value in exact.items():
+            got = found[key] - 1.0 if key.startswith(("dw1", "dw2")) else found[key]
+            if key.startswith("dshared"):
+                got = found[key] - ranks  # the sum of every rank's, each with ones in it
+            error, allowed = relative_error(got, value), 1.5 * relative_error(rounded[key], value)
+            if not error <= allowed:
+                print(f"{name}: {key} is off by {error:.2e}, and {allowed:.2e} is allowed")
+                wrong = 1
+        print(f"{name}: done")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
