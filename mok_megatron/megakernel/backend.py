@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mok_megatron.config import TILE_ROWS
-from mok_megatron.errors import MokInputError, Problems
+from mok_megatron.errors import MokCapacityError, MokInputError, Problems
 from mok_megatron.megakernel import operators, workspace
 from mok_megatron.megakernel.agreement import exchange
 from mok_megatron.megakernel.binding import MokShape
@@ -21,6 +21,9 @@ from mok_megatron.ops.schedule import worst_case_capacity
 MAX_TOPK = 32
 UNIT = 64
 """H, I and Is are multiples of it: the depth of a stage of the tile product."""
+ALIGNMENT = 16
+"""Bytes: of bulk copies and vector loads."""
+INT32_MAX = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class MegakernelBackend:
         shared = call.shared
         weights = [call.w1, call.w2, shared.w1 if shared else None, shared.w2 if shared else None]
         targets = [w.main_grad if into_main_grad and takes_main_grad(w) else None for w in weights]  # type: ignore[union-attr]
-        results = operators.backward(saved.workspace, saved.operands, dy, saved.tensors, targets)
+        _check_main_grads(weights, targets)
+        results = operators.backward(saved.workspace, saved.operands, _aligned(dy), saved.tensors, targets)
         dx, dweights, dscale, dw1, dw2, dshared_w1, dshared_w2 = results
         assert dx is not None and dweights is not None
         return MoeGradients(dx, dweights, dw1, dw2, dshared_w1, dshared_w2, dscale)
@@ -66,8 +70,8 @@ def _operands(call: MoeInputs) -> Operands:
     shared = call.shared
     scale = None if shared is None or shared.scale is None else shared.scale.contiguous()
     return Operands(
-        call.x.contiguous(),
-        call.topk_ids.to(torch.int32).contiguous(),
+        _aligned(call.x),
+        expert_numbers(call.topk_ids),
         call.topk_weights.contiguous(),
         call.w1.contiguous(),
         call.w2.contiguous(),
@@ -75,6 +79,44 @@ def _operands(call: MoeInputs) -> Operands:
         None if shared is None else shared.w2.contiguous(),
         scale,
     )
+
+
+def expert_numbers(topk_ids: Tensor) -> Tensor:
+    """`topk_ids` as int32. A number beyond int32 becomes one that no expert has, for the kernel to refuse; a plain
+    conversion would wrap it to one that some expert may have."""
+    if topk_ids.dtype != torch.int32:
+        topk_ids = topk_ids.clamp(-2, INT32_MAX).to(torch.int32)
+    return topk_ids.contiguous()
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous and at a multiple of `ALIGNMENT`, a copy if need be; storage itself is aligned."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0 else tensor.clone()
+
+
+def _check_main_grads(weights: list[Tensor | None], targets: list[Tensor | None]) -> None:
+    """The kernel adds to these through their addresses, four numbers at a time."""
+    problems = Problems()
+    for name, weight, target in zip(("w1", "w2", "shared w1", "shared w2"), weights, targets, strict=True):
+        if weight is None or target is None:
+            continue
+        problems.require(
+            target.dtype in (torch.float32, torch.bfloat16),
+            f"main_grad of {name} is {target.dtype}",
+            "the megakernel adds to float32 or bfloat16",
+        )
+        problems.require(
+            target.shape == weight.shape and target.device == weight.device and target.is_contiguous(),
+            f"main_grad of {name} has shape {list(target.shape)} and strides {target.stride()} on {target.device}",
+            f"give one like the weight: {list(weight.shape)}, contiguous, on {weight.device}",
+        )
+        problems.require(
+            target.storage_offset() * target.element_size() % ALIGNMENT == 0,
+            f"main_grad of {name} begins {target.storage_offset()} elements into its buffer",
+            f"let it begin at a multiple of {ALIGNMENT} bytes, as --use-distributed-optimizer does",
+        )
+    problems.raise_if_any(MokInputError, "mok_moe: main_grad that the megakernel cannot add to:")
 
 
 def _workspace_for(call: MoeInputs) -> Workspace:
@@ -157,6 +199,13 @@ def kernel_shape(call: MoeInputs, max_tokens: int) -> MokShape:
     # A ring larger than the schedule would never fill.
     minibatches = -(-capacity // config.minibatch_size)
     shared = 0 if call.shared is None else call.shared.w2.shape[1]
+    rows = max(capacity, ring, ranks * max_tokens * topk)
+    if rows + TILE_ROWS > INT32_MAX:
+        raise MokCapacityError(
+            f"mok_moe: {rows} routed rows (EP {ranks} x {max_tokens} tokens x top-{topk}, or --mok-capacity-rows, or "
+            "--mok-macrobatch-size) do not fit the kernel's 32-bit row numbers; give each rank fewer tokens "
+            "(--micro-batch-size, --seq-length, --mok-max-tokens), or lower these flags"
+        )
     return MokShape(
         ranks=ranks,
         rank=call.ep_rank,
