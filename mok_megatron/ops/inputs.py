@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok_megatron.config import MokConfig
-from mok_megatron.errors import Problems
+from mok_megatron.errors import MokInputError, Problems
 from mok_megatron.formats import BLOCK_LENGTH
 from mok_megatron.formats.tensor import SOURCE_DTYPES
 
@@ -51,6 +51,12 @@ class MoeInputs:
     config: MokConfig
 
     @property
+    def device(self) -> torch.device:
+        """Where the operands are; where they differ, or are no tensors, that of the first that is one."""
+        tensors = (value for value in _operands(self).values() if isinstance(value, Tensor))
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    @property
     def ep_size(self) -> int:
         """Ranks of the group."""
         return 1 if self.group is None else self.group.size()
@@ -89,13 +95,40 @@ def check_inputs(call: MoeInputs) -> Problems:
     problems = Problems()
     operands = _operands(call)
     for name, value in operands.items():
-        problems.require(isinstance(value, Tensor), f"{name} is a {type(value).__name__}", "give a torch.Tensor")
+        if not isinstance(value, Tensor):
+            problems.add(f"{name} is a {type(value).__name__}", "give a torch.Tensor")
+        elif value.layout != torch.strided:
+            problems.add(f"{name} has layout {value.layout}", "give a dense tensor, such as its to_dense()")
+    if not problems and call.x.device.type == "meta":
+        problems.add("x is on the meta device, where tensors have no values", "move all operands to a real device")
     if not problems:
         _check_shapes(call, problems)
         _check_dtypes_and_devices(call, operands, problems)
     if not problems and call.config.format != "bf16":
         _check_format(call, problems)
     return problems
+
+
+def check_arguments(config: object, group: object, shared: object) -> None:
+    """What else a call is given, before a backend is chosen by it.
+
+    Raises:
+        MokInputError: listing what is not of its type.
+    """
+    problems = Problems()
+    problems.require(isinstance(config, MokConfig), f"config is a {type(config).__name__}", "give a MokConfig or None")
+    problems.require(
+        group is None or isinstance(group, dist.ProcessGroup),
+        f"group is a {type(group).__name__}",
+        "give the expert-parallel group that this rank is in, or None for EP 1",
+    )
+    pair = isinstance(shared, tuple) and len(shared) in (2, 3)
+    problems.require(
+        shared is None or isinstance(shared, SharedExpert) or pair,
+        f"shared is a {type(shared).__name__}" + (f" of {len(shared)}" if isinstance(shared, tuple) else ""),
+        "give a SharedExpert, or a tuple of its w1, w2 and, if there is one, scale",
+    )
+    problems.raise_if_any(MokInputError, "mok_moe: arguments that do not fit")
 
 
 def check_expert_numbers(call: MoeInputs) -> Problems:

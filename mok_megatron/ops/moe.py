@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mok_megatron.config import MokConfig
 from mok_megatron.ops.backend import Backend, select_backend
-from mok_megatron.ops.inputs import MoeInputs, SharedExpert
+from mok_megatron.ops.inputs import MoeInputs, SharedExpert, check_arguments
 from mok_megatron.ops.main_grad import autograd_result
 
 
@@ -53,9 +53,11 @@ def mok_moe(
         MokTimeoutError: a peer did not take part within `config.timeout_s`.
     """
     config = MokConfig() if config is None else config
+    check_arguments(config, group, shared)
     if isinstance(shared, tuple):
         shared = SharedExpert(*shared)
-    backend = select_backend(config, x.device)
+    call = MoeInputs(x, topk_ids, topk_weights, w1, w2, shared, group, config)
+    backend = select_backend(config, call.device)
     shared_tensors = (None, None, None) if shared is None else (shared.w1, shared.w2, shared.scale)
     return _MokMoe.apply(backend, config, group, into_main_grad, topk_ids, x, topk_weights, w1, w2, *shared_tensors)
 
