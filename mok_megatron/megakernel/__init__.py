@@ -27,15 +27,23 @@ def unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
-def check_errors() -> None:
-    """Raise what any launch of this process has recorded so far (a deadline, an overflow). Does not synchronise.
+def check_errors(wait: bool = False) -> None:
+    """Raise what any launch of this process has recorded so far (a deadline, an overflow).
+
+    Args:
+        wait: for the launches under way first, as before anything that trusts their results. Else nothing is waited
+            for: an error is raised as soon as it is known, at the latest by a later call of the layer.
 
     Raises:
         MokTimeoutError, MokCapacityError, MokInputError: from the first workspace that has one.
     """
     from mok_megatron.megakernel.workspace import all_workspaces
 
-    for workspace in all_workspaces():
+    workspaces = all_workspaces()
+    if wait:
+        for device in {workspace.device for workspace in workspaces}:
+            torch.cuda.synchronize(device)
+    for workspace in workspaces:
         workspace.check()
 
 

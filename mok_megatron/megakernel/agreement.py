@@ -39,7 +39,7 @@ def exchange(group: dist.ProcessGroup, mine: Any, purpose: str, timeout_s: float
             store.wait(keys, timedelta(seconds=timeout_s))
         except dist.DistNetworkError:
             raise
-        except dist.DistStoreError as error:
+        except RuntimeError as error:  # stores have no error in common for it
             missing = [r for r in ranks if not store.check([keys[r]])]
             raise MokTimeoutError(
                 f"rank {rank} of the expert-parallel group waited {timeout_s:g} s for {rank_list(missing)} {purpose}. "

@@ -138,7 +138,7 @@ def report_errors() -> None:
 
     The error of a process's last launch has no next call to be raised from. Waits for nothing.
     """
-    for workspace in list(_alive):
+    for workspace in all_workspaces():
         _print(workspace.untold())
 
 
@@ -246,7 +246,7 @@ def keep(group: dist.ProcessGroup | None, key: tuple, workspace: Workspace) -> N
 
 def all_workspaces() -> list[Workspace]:
     """Every workspace that is alive."""
-    return [w for table in (*_by_group.values(), _without_group) for w in table.values()]
+    return list(_alive)
 
 
 def release_workspaces(group: dist.ProcessGroup | None = None) -> None:

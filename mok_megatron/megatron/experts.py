@@ -15,6 +15,7 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 from torch.nn import Parameter
 
+from mok_megatron.megakernel import check_errors
 from mok_megatron.megatron.validate import mok_config
 from mok_megatron.ops import SharedExpert, mok_moe
 
@@ -39,6 +40,7 @@ class MokExperts(MegatronModule):
         if config.perform_initialization:
             self._initialize()
         self.register_load_state_dict_pre_hook(_drop_extra_states)
+        self.register_state_dict_pre_hook(_before_saving)
 
     def forward(
         self, tokens: Tensor, topk_ids: Tensor, topk_weights: Tensor, shared: SharedExpert | None = None
@@ -71,7 +73,11 @@ class MokExperts(MegatronModule):
         A factory a parameter (not a tensor an expert), so that optimizers can map their states the same way. Beside
         each weight stands an empty `_extra_state`: Megatron's linear layers write one, Transformer Engine's keep FP8
         scales there, and both refuse to load a checkpoint that has none.
+
+        Raises:
+            MokError: a launch failed.
         """
+        _before_saving()
         singleton = (metadata or {}).get("singleton_local_shards", False)
         first = get_pg_rank(self.ep_group) * self.num_local_experts
         total = get_pg_size(self.ep_group) * self.num_local_experts
@@ -122,6 +128,11 @@ def _drop_extra_states(module: torch.nn.Module, state_dict: dict[str, Any], pref
     """Before a load: the fused layer has no use for what other linear layers left in the checkpoint."""
     for key in [key for key in state_dict if key.startswith(prefix) and key.endswith(EXTRA_STATE)]:
         del state_dict[key]
+
+
+def _before_saving(*unused: Any) -> None:
+    """Weights may have been updated from a launch that failed: its error comes before a checkpoint of them."""
+    check_errors(wait=True)
 
 
 class _CheckpointLayout:

@@ -6,11 +6,14 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from mok_megatron.errors import MokTimeoutError
+from mok_megatron.megakernel import workspace
 from tests.megatron import layers
 from tests.megatron.models import Run, largest_difference
 from tests.megatron.once import run_once
@@ -110,12 +113,32 @@ def test_another_shape_is_refused_on_every_rank(what: str, singleton: bool) -> N
 
 def test_extra_states_are_what_transformer_engine_takes_for_none() -> None:
     """TEGroupedLinear._decode_extra_state: an empty uint8 tensor means that there is no FP8 state."""
-    state = run_once(1, extra_states)[0]
+    state = run_once(1, states)[0][0]
     assert len(state) == 2 * layers.EXPERTS
     assert all(value.dtype == torch.uint8 and value.numel() == 0 for value in state.values())
 
 
-def extra_states(rank: int) -> dict[str, Any]:
+def test_no_checkpoint_after_a_launch_that_failed() -> None:
+    assert run_once(1, states)[0][1] == ["waited in vain", "waited in vain"]
+
+
+def states(rank: int) -> tuple[dict[str, Any], list[str]]:
     layers.start(rank)
     built = layers.layer(layers.config("mok"))
-    return {k: v.data for k, v in built.experts.sharded_state_dict().items() if "extra" in k}
+    extra = {k: v.data for k, v in built.experts.sharded_state_dict().items() if "extra" in k}
+    built.experts.state_dict()
+
+    class Failed:
+        device = torch.device("cuda", 0)
+
+        def check(self) -> None:
+            raise MokTimeoutError("waited in vain")
+
+    refusals = []
+    with mock.patch.object(workspace, "all_workspaces", lambda: [Failed()]), mock.patch("torch.cuda.synchronize"):
+        for save in (built.experts.sharded_state_dict, built.experts.state_dict):
+            try:
+                save()
+            except MokTimeoutError as error:
+                refusals.append(str(error))
+    return extra, refusals
