@@ -1,6 +1,6 @@
 # The commands of this repository. Each sets up .venv first if need be.
 
-.PHONY: help setup quickstart test lint kernels clean
+.PHONY: help setup quickstart test lint sanitize kernels clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,6 +16,10 @@ test:            ## ruff, mypy, pytest; ARGS='tests/build -k cache' for a part
 
 lint:            ## ruff and mypy alone
 	@bash scripts/lint.sh
+
+sanitize:        ## compute-sanitizer over small launches; needs a GPU; ARGS='--tools memcheck'
+	@bash scripts/setup.sh
+	@.venv/bin/python -m tests.megakernel.sanitize $(ARGS)
 
 kernels:         ## compile the kernels ahead of time; ARCH=90a,100a,103a
 	@bash scripts/setup.sh
