@@ -21,6 +21,10 @@ COMMANDS = {
         "mok_megatron.doctor.command",
         "check whether this machine can run the plugin, and what to do if not",
     ),
+    "selftest": (
+        "mok_megatron.selftest.command",
+        "check that the layer computes what it should on this machine",
+    ),
     "plan": (
         "mok_megatron.plan.command",
         "parallel sizes, placement, memory and time for a model and cluster",

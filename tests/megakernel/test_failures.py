@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mok_megatron.errors import MokCapacityError, MokError, MokInputError, MokTimeoutError
-from tests.megakernel.problem import VirtualRanks, kernel_config, make_problem
+from mok_megatron.selftest.problem import VirtualRanks, kernel_config, make_problem
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mok_megatron.ops import mok_moe
-from tests.megakernel.problem import VirtualRanks, kernel_config, make_problem, plain, relative_error
+from mok_megatron.selftest.problem import VirtualRanks, kernel_config, make_problem, plain, relative_error
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mok_megatron.ops.schedule import build_schedule
-from tests.megakernel.problem import VirtualRanks, kernel_config, make_problem
+from mok_megatron.selftest.problem import VirtualRanks, kernel_config, make_problem
 
 pytestmark = pytest.mark.gpu
 

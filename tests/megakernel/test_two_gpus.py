@@ -8,7 +8,7 @@ import socket
 import pytest
 import torch
 
-from tests.megakernel.problem import VirtualRanks, kernel_config, make_problem
+from mok_megatron.selftest.problem import VirtualRanks, kernel_config, make_problem
 
 pytestmark = pytest.mark.gpu(count=2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.megakernel.problem import (
+from mok_megatron.selftest.problem import (
     VirtualRanks,
     kernel_config,
     make_problem,

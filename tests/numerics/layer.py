@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok_megatron import MokConfig, SharedExpert, mok_moe
-from tests.megakernel.problem import DEVICE, Problem, Result, VirtualRanks, kernel_config, plain
+from mok_megatron.selftest.problem import DEVICE, Problem, Result, VirtualRanks, kernel_config, plain
 
 NAN, INF = float("nan"), float("inf")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.megakernel.problem import Problem, relative_error
+from mok_megatron.selftest.problem import Problem, relative_error
 from tests.numerics.layer import exact, make_layer
 from tests.numerics.test_nonfinite import BACKENDS, on_all_backends
 

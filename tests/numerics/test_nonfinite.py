@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mok_megatron.reference import backend as reference_backend
 from mok_megatron.reference.exchange import RowExchange
-from tests.megakernel.problem import Result
+from mok_megatron.selftest.problem import Result
 from tests.numerics.layer import (
     BUSY,
     FAULTS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,15 +38,23 @@ class Problem:
 
 
 def make_problem(
-    tokens: int, hidden: int, inner: int, experts: int, topk: int, shared: int = 0, scale: bool = False, seed: int = 0
+    tokens: int,
+    hidden: int,
+    inner: int,
+    experts: int,
+    topk: int,
+    shared: int = 0,
+    scale: bool = False,
+    seed: int = 0,
+    device: torch.device = DEVICE,
 ) -> Problem:
     """Random operands; the routing is the top-k of random scores, with distinct experts a token."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, std: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator, device=DEVICE) * std).bfloat16()
+        return (torch.randn(shape, generator=generator, device=device) * std).bfloat16()
 
-    scores = torch.randn(tokens, experts, generator=generator, device=DEVICE)
+    scores = torch.randn(tokens, experts, generator=generator, device=device)
     top = scores.topk(topk, dim=1)
     return Problem(
         x=normal(tokens, hidden),
@@ -57,14 +66,14 @@ def make_problem(
         shared=(normal(2 * shared, hidden, std=hidden**-0.5), normal(hidden, shared, std=shared**-0.5))
         if shared
         else None,
-        scale=torch.rand(tokens, generator=generator, device=DEVICE) if scale else None,
+        scale=torch.rand(tokens, generator=generator, device=device) if scale else None,
     )
 
 
 def with_rows_per_expert(problem: Problem, rows: Sequence[int]) -> Problem:
     """The problem with top-1 routing in which expert e gets rows[e] tokens, interleaved; needs sum(rows) tokens."""
     ids = torch.cat([torch.full((n,), e, dtype=torch.int32) for e, n in enumerate(rows)])
-    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))].to(DEVICE)
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))].to(problem.x.device)
     assert len(ids) == len(problem.x)
     return replace(problem, ids=ids[:, None].contiguous(), weights=problem.weights[:, :1].contiguous())
 
@@ -165,7 +174,7 @@ class VirtualRanks:
             o = step.operands
             weights = (o.w1, o.w2, o.shared_w1, o.shared_w2)
             targets = [torch.ones_like(w, dtype=main_grad) if main_grad and w is not None else None for w in weights]
-            back = BackwardStep(step.workspace, o, step.saved, dy.contiguous(), targets)
+            back: Any = BackwardStep(step.workspace, o, step.saved, dy.contiguous(), targets)
             _poison(back.dx, back.dtopk_weights, *(t for t in (back.dshared_scale, *back.fresh) if t is not None))
             back.targets = targets
             steps.append(back)
@@ -217,15 +226,15 @@ class VirtualRanks:
 
         cut = [t.split(self.splits) for t in (problem.x, problem.ids, problem.weights)]
         experts = [w.chunk(self.ranks) for w in (problem.w1, problem.w2)]
-        scale = problem.scale.split(self.splits) if problem.scale is not None else [None] * self.ranks
-        return [
-            Operands(
-                *(part[r].contiguous() for part in (*cut, *experts)),
-                *(problem.shared or (None, None)),
-                None if scale[r] is None else scale[r].contiguous(),
-            )
-            for r in range(self.ranks)
-        ]
+        shared1, shared2 = problem.shared or (None, None)
+        scales = (
+            [None] * self.ranks if problem.scale is None else [s.contiguous() for s in problem.scale.split(self.splits)]
+        )
+        steps = []
+        for r in range(self.ranks):
+            x, ids, weights, w1, w2 = (part[r].contiguous() for part in (*cut, *experts))
+            steps.append(Operands(x, ids, weights, w1, w2, shared1, shared2, scales[r]))
+        return steps
 
 
 def _poison(*tensors: Tensor) -> None:
@@ -233,8 +242,25 @@ def _poison(*tensors: Tensor) -> None:
         tensor.fill_(float("nan"))
 
 
-def kernel_config(**settings: object) -> MokConfig:
+def kernel_config(**settings: Any) -> MokConfig:
     """Settings for small problems: minibatches of two tiles, a short deadline."""
-    return MokConfig(
-        **{"minibatch_size": 2 * TILE_ROWS, "timeout_s": 10.0, "fwd_comm_sms": 0, "bwd_comm_sms": 0, **settings}
-    )
+    small: dict[str, Any] = {"minibatch_size": 2 * TILE_ROWS, "timeout_s": 10.0, "fwd_comm_sms": 0, "bwd_comm_sms": 0}
+    return MokConfig(**small | settings)
+
+
+def reference(problem: Problem) -> Result:
+    """The layer on the reference backend, EP 1, on the problem's device."""
+    from mok_megatron.ops import SharedExpert, mok_moe
+
+    names = ("x", "weights", "w1", "w2")
+    leaves = {name: getattr(problem, name).clone().requires_grad_() for name in names}
+    shared = None
+    if problem.shared is not None:
+        leaves |= {f"shared_w{i + 1}": w.clone().requires_grad_() for i, w in enumerate(problem.shared)}
+        if problem.scale is not None:
+            leaves["scale"] = problem.scale.clone().requires_grad_()
+        shared = SharedExpert(leaves["shared_w1"], leaves["shared_w2"], leaves.get("scale"))
+    config = MokConfig(backend="reference")
+    y = mok_moe(leaves["x"], problem.ids, leaves["weights"], leaves["w1"], leaves["w2"], None, config, shared)
+    grads = torch.autograd.grad(y, list(leaves.values()), problem.dy)
+    return {"y": y.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
