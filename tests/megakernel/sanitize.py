@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
-PACKAGE = "nvidia-cuda-sanitizer-api"
+PACKAGE = "nvidia-cuda-sanitizer-api>=13.0,<14"
 
 
 def find_sanitizer() -> str | None:
@@ -29,6 +29,15 @@ def find_sanitizer() -> str | None:
     folders = [f"{toolkit}/bin" for toolkit in toolkits if toolkit]
     folders.append(f"{sysconfig.get_path('purelib')}/nvidia/cu13/bin")
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+
+
+def install() -> str | None:
+    """compute-sanitizer from PyPI, into this environment."""
+    print(
+        f"sanitize: no compute-sanitizer on PATH, in CUDA_HOME or in this environment: installing {PACKAGE}", flush=True
+    )
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", PACKAGE], check=False, timeout=300)
+    return find_sanitizer()
 
 
 def run_tool(sanitizer: str, tool: str, cases: list[str], timeout_s: float) -> tuple[bool, str, float, str]:
@@ -57,9 +66,9 @@ def main() -> int:
     parser.add_argument("--tools", default=",".join(TOOLS), help="default: %(default)s")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for each tool; default: %(default)s")
     arguments = parser.parse_args()
-    sanitizer = find_sanitizer()
+    sanitizer = find_sanitizer() or install()
     if sanitizer is None:
-        print(f"sanitize: no compute-sanitizer on PATH, in CUDA_HOME or in this environment: pip install {PACKAGE}")
+        print(f"sanitize: pip could not install {PACKAGE}; a CUDA toolkit has compute-sanitizer too (set CUDA_HOME)")
         return 2
     rows, all_ok = [], True
     for tool in arguments.tools.split(","):
