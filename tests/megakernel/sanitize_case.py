@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from tests.megakernel.problem import VirtualRanks, kernel_config, make_problem, plain, relative_error
+from mok_megatron.selftest.problem import VirtualRanks, kernel_config, make_problem, plain, relative_error
 
 # Sizes that are no multiple of a tile; experts whose segments are cut by the end of a macrobatch.
 CASES = {

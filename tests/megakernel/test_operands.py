@@ -9,7 +9,7 @@ from torch import Tensor
 from mok_megatron.errors import MokInputError
 from mok_megatron.megakernel import check_errors, release_workspaces
 from mok_megatron.ops import mok_moe
-from tests.megakernel.problem import kernel_config, make_problem
+from mok_megatron.selftest.problem import kernel_config, make_problem
 
 pytestmark = pytest.mark.gpu
 CONFIG = kernel_config(backend="megakernel")
