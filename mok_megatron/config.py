@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,10 @@ TILE_ROWS = 128
 rows runs tile by tile: it is part of the numerics, so it is a constant and not a setting."""
 
 TIMEOUT_ENV = "MOK_TIMEOUT_S"
+MAX_TIMEOUT_S = 1_000_000
+"""Eleven days; in nanoseconds it fits the kernel's 64 bits."""
+INT32_MAX = 2**31 - 1
+_TYPE_NAMES = {int: "give a whole number", float: "give a number", str: "give text"}
 
 
 def _setting(default: Any, help_text: str, **flag: Any) -> Any:
@@ -122,6 +125,8 @@ class MokConfig:
         problems = Problems()
         if self.timeout_s is None:
             object.__setattr__(self, "timeout_s", _timeout_from_environment(problems))
+        if not self._check_types(problems):
+            problems.raise_if_any(MokConfigError, "MokConfig cannot work:")
         problems.require(
             self.backend in BACKENDS,
             f"--mok-backend {self.backend!r} is unknown",
@@ -149,11 +154,27 @@ class MokConfig:
         problems.require((self.reserved_sms or 0) >= 0, f"--mok-reserved-sms is {self.reserved_sms}", "give 0 or more")
         # Neither NaN nor infinity: no wait is unbounded.
         problems.require(
-            0 < self.timeout_s < math.inf,
+            0 < self.timeout_s <= MAX_TIMEOUT_S,
             f"--mok-timeout-s ({TIMEOUT_ENV}) is {self.timeout_s}",
-            "give a positive, finite number of seconds",
+            f"give a positive, finite number of seconds, at most {MAX_TIMEOUT_S}",
         )
         problems.raise_if_any(MokConfigError, "MokConfig cannot work:")
+
+    def _check_types(self, problems: Problems) -> bool:
+        """Whether every value is of a type, and of a size, that the checks of values can compare."""
+        fit = True
+        for entry in dataclasses.fields(self):
+            value, kind = getattr(self, entry.name), (entry.metadata["flag"] or {}).get("type", str)
+            name = flag_name(entry.name) if entry.metadata["flag"] else entry.name
+            if value is None and entry.default is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+                problems.add(f"{name} is {value!r}, a {type(value).__name__}", _TYPE_NAMES[kind])
+                fit = False
+            elif isinstance(value, int) and abs(value) > INT32_MAX:
+                problems.add(f"{name} is beyond 32 bits", f"give at most {INT32_MAX}")
+                fit = False
+        return fit
 
     def _check_format(self, problems: Problems) -> None:
         for name, value, known in (
@@ -229,5 +250,5 @@ def _require_multiple(problems: Problems, flag: str, value: int, unit: int) -> N
     problems.require(
         _is_multiple(value, unit),
         f"{flag} {value} is not a positive multiple of {unit}",
-        f"the nearest that works is {max(1, round(value / unit)) * unit}",
+        f"the nearest that works is {max(1, (2 * value + unit) // (2 * unit)) * unit}",
     )

@@ -1,4 +1,4 @@
-"""What the megakernel is handed as addresses and 32-bit numbers: nothing wraps, and nothing lies where it cannot read."""
+"""What the megakernel is handed as addresses and 32-bit numbers: nothing wraps, everything lies where it can read."""
 
 from __future__ import annotations
 
