@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 from torch.nn import Parameter
 
+from mok_megatron.errors import MokConfigError, Problems
+from mok_megatron.formats import CACHE
 from mok_megatron.megakernel import check_errors
 from mok_megatron.megatron.validate import mok_config
 from mok_megatron.ops import SharedExpert, mok_moe
@@ -34,23 +37,35 @@ class MokExperts(MegatronModule):
         self.ep_group = pg_collection.ep
         self.dp_group = pg_collection.expt_dp
         self.mok = mok_config(config)
+        # Megatron sets it again at the first microbatch of each step, as in Transformer Engine's layers.
+        self.is_first_microbatch = True
         hidden, inner = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
         self.weight1 = self._new_parameter(num_local_experts, 2 * inner, hidden, partition_dim=1, stride=2)
         self.weight2 = self._new_parameter(num_local_experts, hidden, inner, partition_dim=2)
         if config.perform_initialization:
             self._initialize()
+        self.register_load_state_dict_pre_hook(_refuse_fp8_weights)
         self.register_load_state_dict_pre_hook(_drop_extra_states)
         self.register_state_dict_pre_hook(_before_saving)
 
     def forward(
-        self, tokens: Tensor, topk_ids: Tensor, topk_weights: Tensor, shared: SharedExpert | None = None
+        self,
+        tokens: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        shared: SharedExpert | None = None,
+        bf16: bool = False,
     ) -> Tensor:
-        """The whole layer after routing, peers' tokens included; shapes as in `mok_moe`.
+        """The whole layer after routing, peers' tokens included; shapes as in `mok_moe`. `bf16`: not in FP8.
 
         Weight gradients are added to `main_grad` wherever DistributedDataParallel has set it, with and without
         --no-gradient-accumulation-fusion: that flag is about the kernel of Apex that Megatron's own linear layers
         need for it, and the wrapper honours `grad_added_to_main_grad` either way.
         """
+        if self.is_first_microbatch:
+            for weight in (self.weight1, self.weight2):
+                CACHE.forget(weight)
+            self.is_first_microbatch = False
         return mok_moe(
             tokens,
             topk_ids,
@@ -58,7 +73,7 @@ class MokExperts(MegatronModule):
             self.weight1,
             self.weight2,
             group=self.ep_group if get_pg_size(self.ep_group) > 1 else None,
-            config=self.mok,
+            config=dataclasses.replace(self.mok, format="bf16") if bf16 else self.mok,
             shared=shared,
         )
 
@@ -122,6 +137,19 @@ class MokExperts(MegatronModule):
 
 EXTRA_STATE = "_extra_state"
 """Last part of the keys under which linear layers keep what is not a parameter."""
+
+
+def _refuse_fp8_weights(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    """Before a load: FP8 values mean nothing without their scales, and torch would convert them without a word."""
+    problems = Problems()
+    for name in ("weight1", "weight2"):
+        value = state_dict.get(f"{prefix}{name}")
+        problems.require(
+            not isinstance(value, Tensor) or value.dtype.itemsize > 1,
+            f"{prefix}{name} is {getattr(value, 'dtype', None)}",
+            "store it dequantised, in bf16 or fp32, as Megatron's distributed checkpoints do",
+        )
+    problems.raise_if_any(MokConfigError, "The checkpoint's experts have FP8 parameters, of a recipe unknown here:")
 
 
 def _drop_extra_states(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:

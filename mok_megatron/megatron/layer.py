@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mok_megatron.megatron.dispatcher import MokTokenDispatcher
 from mok_megatron.megatron.experts import MokExperts
+from mok_megatron.megatron.fp8 import is_bf16_layer
 from mok_megatron.ops import SharedExpert
 
 
@@ -40,6 +41,7 @@ class MokMoELayer(MoELayer):
         with _known_dispatcher(config):
             super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
         self.token_dispatcher = MokTokenDispatcher(config, pg_collection)
+        self._is_mtp_layer = is_mtp_layer
         self.fuse_shared_expert = self._fuses_shared_expert()
         self._shared: SharedExpert | None = None
 
@@ -67,7 +69,8 @@ class MokMoELayer(MoELayer):
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Args: hidden_states [T, H], probs [T, K]. Returns [T, H], combined already."""
         shared, self._shared = self._shared, None
-        return self.experts(hidden_states, self.token_dispatcher.topk_ids, probs, shared), None
+        bf16 = is_bf16_layer(self.config, self.layer_number, self._is_mtp_layer)
+        return self.experts(hidden_states, self.token_dispatcher.topk_ids, probs, shared, bf16), None
 
 
 def shared_expert_operands(module: SharedExpertMLP, hidden_states: Tensor) -> SharedExpert:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from mok_megatron import tuned, versions
 from mok_megatron.config import MokConfig, config_from_args
 from mok_megatron.errors import MokConfigError, Problems
+from mok_megatron.megatron.fp8 import check_fp8, with_format
 from mok_megatron.typed_yaml import ConfigFileError
 
 logger = logging.getLogger(__name__)
@@ -55,16 +56,17 @@ def prepare_config(config: Any) -> None:
 
 def mok_config(config: Any) -> MokConfig:
     """The settings for a TransformerConfig: its attribute `mok` if set, else Megatron's --mok-* flags, else what
-    `mok-megatron tune` measured for this layer, else defaults.
+    `mok-megatron tune` measured for this layer, else defaults. The format follows from Megatron's --fp8-* flags.
 
     Raises:
         MokConfigError: settings that cannot work, or a tuned file that cannot be read.
     """
     explicit = getattr(config, "mok", None)
-    if explicit is not None:
-        return explicit
     args = _megatron_args()
+    if explicit is not None:
+        return with_format(explicit, config, args)
     mok = _tuned(MokConfig() if args is None else config_from_args(args), config, args)
+    mok = with_format(mok, config, args)
     return mok if args is None else _leave_room_for_nccl(mok, args)
 
 
@@ -140,6 +142,7 @@ def _check_experts(config: Any, problems: Problems) -> None:
         ("moe_apply_probs_on_input", (False,)),
         ("moe_single_grouped_weight", (False,)),
         ("moe_router_padding_for_quantization", (False,)),
+        ("moe_router_padding_for_fp8", (False,)),
     ):
         value = getattr(config, name, neutral[0])
         remedy = "leave it out: it has no counterpart in the kernel"
@@ -197,9 +200,9 @@ def _check_schedule_of_layer(config: Any, problems: Problems) -> None:
 
 
 def _check_precision(config: Any, mok: MokConfig | None, problems: Problems) -> None:
-    for name in ("fp8", "fp4"):
-        value = getattr(config, name, None)
-        problems.require(not value, f"--{name}-format is {value}", "the fused layer computes in bf16; leave it out")
+    fp4 = getattr(config, "fp4", None)
+    problems.require(not fp4, f"--fp4-format is {fp4}", "the fused layer computes in bf16 or FP8; leave it out")
+    check_fp8(config, mok, _megatron_args(), problems)
     if mok is None or mok.backend == "reference" or not torch.cuda.is_available():
         return
     problems.require(

@@ -39,6 +39,8 @@ class TrainSettings:
     Attributes:
         dispatcher: Megatron's ``moe_token_dispatcher_type``.
         backend: of the ``mok`` dispatcher.
+        format: of its expert products: ``bf16`` (that is, ``dtype``), ``mxfp8`` or ``blockwise``.
+        fp8_gradients: ``e4m3`` or ``e5m2``; fp8_wgrad: ``bf16`` or ``fp8``; as in MokConfig.
         dtype: parameters and activations, fp32 or bf16; main gradients are fp32.
         steps: length of the run, which sets the learning-rate schedule.
         warmup_steps: steps of linear warm-up (fewer in a shorter run), then cosine decay to a tenth.
@@ -50,6 +52,9 @@ class TrainSettings:
 
     dispatcher: str
     backend: str = "auto"
+    format: str = "bf16"
+    fp8_gradients: str = "e4m3"
+    fp8_wgrad: str = "bf16"
     dtype: torch.dtype = torch.float32
     steps: int = 60
     warmup_steps: int = 10
@@ -78,7 +83,12 @@ class Trainer:
         self.config = model_config(
             shape, settings.dispatcher, settings.dtype, parallel_state.get_expert_model_parallel_world_size()
         )
-        self.config.mok = MokConfig(backend=settings.backend)
+        self.config.mok = MokConfig(
+            backend=settings.backend,
+            format=settings.format,
+            fp8_gradients=settings.fp8_gradients,
+            fp8_wgrad=settings.fp8_wgrad,
+        )
         model = build_model(self.config, shape).to(self.device)
         wrapped = Float16Module(self.config, model) if settings.dtype == torch.bfloat16 else model
         self.model = DistributedDataParallel(

@@ -59,7 +59,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "attn,moe"}, "--cuda-graph-impl"),
     ({"cuda_graph_impl": "local", "cuda_graph_modules": []}, "--cuda-graph-impl local"),
     ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
-    ({"fp8": "e4m3"}, "--fp8-format is e4m3"),
+    ({"moe_router_padding_for_fp8": True}, "--moe-router-padding-for-fp8 is True"),
     ({"fp4": "e2m1"}, "--fp4-format is e2m1"),
 ]
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
@@ -104,9 +104,9 @@ def test_each_argument(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], 
 
 def test_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed_arguments(monkeypatch, use_megatron_fsdp=True)
-    message = refusal(add_bias_linear=True, fp8="e4m3", expert_model_parallel_size=3, delay_wgrad_compute=True)
+    message = refusal(add_bias_linear=True, fp4="e2m1", expert_model_parallel_size=3, delay_wgrad_compute=True)
     assert [line[:5] for line in lines(message)] == [f"  {number}. " for number in range(1, 6)]
-    for expected in ("bias", "fp8", "--expert-model-parallel-size 3", "--delay-wgrad", "--use-megatron-fsdp"):
+    for expected in ("bias", "fp4", "--expert-model-parallel-size 3", "--delay-wgrad", "--use-megatron-fsdp"):
         assert expected in message
 
 
