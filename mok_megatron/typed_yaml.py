@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
+import re
+import stat
 import types
 import typing
 from collections.abc import Iterable
@@ -70,18 +73,27 @@ def load_typed[T](path: Path, cls: type[T]) -> T:
 def _compose(path: Path) -> yaml.Node:
     start = Where(path, 1)
     try:
-        if path.stat().st_size > MAX_BYTES:
+        # A pipe may have no end, and without a writer even opening it would wait.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise start.error("is not a regular file")
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
             raise start.error(f"larger than {MAX_BYTES} bytes; this is not a configuration file")
-        text = path.read_text(encoding="utf-8")
+        text = content.decode("utf-8")
     except OSError as error:
         raise ConfigFileError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigFileError(f"{path}: is not UTF-8 text: {error}") from error
+    except ValueError as error:  # a path with a null character
+        raise ConfigFileError(f"{str(path)!r}: cannot be read: {error}") from error
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                line = event.start_mark.line + 1  # type: ignore[union-attr]
+            line = event.start_mark.line + 1 if event.start_mark else 1
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
                 raise Where(path, line).error("anchors and aliases are not accepted; write the value out")
+            if getattr(event, "tag", None) is not None:
+                raise Where(path, line).error(f"tags such as {event.tag!r} are not accepted")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -168,10 +180,14 @@ def _scalar_of(options: list[Any], node: yaml.Node, where: Where) -> Any:
         if type(value) is option:
             if option is float and not math.isfinite(value):
                 raise where.error(f"needs a finite number, found {node.value!r}")
+            if option is str and _CONTROL.search(value):
+                raise where.error(f"holds a control character: {value!r}")
             return value
     raise where.error(f"needs {names}, found {node.value!r}")
 
 
+# Text is printed to terminals and into scripts' comments; lines may be broken.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 

@@ -1,5 +1,6 @@
 """Files that cannot be used: the message names file, line and key, and nothing is executed."""
 
+import os
 import re
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mok_megatron.configs import ConfigFileError, load_cluster, load_model
+from mok_megatron.configs import ConfigFileError, ModelConfig, load_cluster, load_model
 from mok_megatron.resources import data_folder
+from mok_megatron.typed_yaml import load_typed
 
 MODEL = (data_folder("configs") / "models" / "tiny.yaml").read_text()
 CLUSTER = (data_folder("configs") / "clusters" / "gb300_nvl72.yaml").read_text()
@@ -80,11 +82,14 @@ def test_cluster_errors(tmp_path, old, new, says):
         ("a: [1, 2\nb: 3\n", "line 2: does not parse as YAML"),
         ("a: b: c\n", "line 1: does not parse"),
         ("- 1\n", "needs keys with values, found a list"),
-        ("title: &a x\nmoe: *a\n", "line 2: anchors and aliases"),
+        ("title: &a x\nmoe: *a\n", "line 1: anchors and aliases"),
+        ("title: x\nmoe: *a\n", "line 2: anchors and aliases"),
+        ('title: "x\\e[2J"\n', "holds a control character"),
         ("---\ntitle: x\n---\ntitle: y\n", "does not parse"),
         ("a: \x01\n", "does not parse"),
-        ("title: !!python/object/apply:os.system ['touch pwned']\n", "needs text, found a list"),
-        ("title: !!python/name:os.system ''\n", "needs text"),
+        ("title: !!python/object/apply:os.system ['touch pwned']\n", "line 1: tags such as"),
+        ("title: x\nmoe: !!python/name:os.system ''\n", "line 2: tags such as"),
+        ("title: x\nmoe: !!bool maybe\n", "line 2: tags such as"),
     ],
 )
 def test_text_that_is_no_configuration(tmp_path, text, says, monkeypatch):
@@ -104,6 +109,12 @@ def test_files_that_cannot_be_read(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigFileError, match="is not UTF-8"):
         load_model(binary)
+    with pytest.raises(ConfigFileError, match="null"):
+        load_model("a\0.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (tmp_path / "pipe.yaml", Path("/dev/zero")):
+        with pytest.raises(ConfigFileError, match="is not a regular file"):
+            load_typed(path, ModelConfig)
     large = tmp_path / "large.yaml"
     large.write_text("# " + "x" * (1 << 20))
     with pytest.raises(ConfigFileError, match="larger than"):
