@@ -81,6 +81,8 @@ def _compose(path: Path) -> yaml.Node:
         if len(content) > MAX_BYTES:
             raise start.error(f"larger than {MAX_BYTES} bytes; this is not a configuration file")
         text = content.decode("utf-8")
+    except ConfigFileError:  # is a ValueError too
+        raise
     except OSError as error:
         raise ConfigFileError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -95,6 +97,8 @@ def _compose(path: Path) -> yaml.Node:
             if getattr(event, "tag", None) is not None:
                 raise Where(path, line).error(f"tags such as {event.tag!r} are not accepted")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except ConfigFileError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
