@@ -33,9 +33,7 @@ def find_sanitizer() -> str | None:
 
 def install() -> str | None:
     """compute-sanitizer from PyPI, into this environment."""
-    print(
-        f"sanitize: no compute-sanitizer on PATH, in CUDA_HOME or in this environment: installing {PACKAGE}", flush=True
-    )
+    print(f"sanitize: no compute-sanitizer on PATH, in CUDA_HOME or beside torch: installing {PACKAGE}", flush=True)
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", PACKAGE], check=False, timeout=300)
     return find_sanitizer()
 
