@@ -23,25 +23,40 @@ from tests.ops.problem import (
 from tests.ranks import run_on_ranks
 
 AUTOMATIC = MokConfig(backend="reference", minibatch_size=128)
-ALL_KEPT = MokConfig(backend="reference", minibatch_size=8192)
+LARGE = 8192
+"""Rows of a minibatch in which nothing is evicted."""
 
 # (operands, settings). 620 tokens with top-3 over 8 experts: several tiles an expert and several macrobatches.
-CASES: dict[str, tuple[dict[str, Any], MokConfig]] = {
-    f"{str(dtype)[6:]}-macrobatch-{rows}": (
-        {"tokens": 620, "dtype": dtype, "shared_inner": 20, "scale": True},
-        replace(AUTOMATIC, macrobatch_size=rows),
-    )
-    for dtype in (torch.float32, torch.bfloat16)
-    for rows in (128, 256, None)
-} | {
-    "one expert gets everything": ({"tokens": 300, "routing": "one"}, replace(AUTOMATIC, macrobatch_size=384)),
-    "no route": ({"tokens": 20, "routing": "none", "shared_inner": 3}, AUTOMATIC),
-    "no token": ({"tokens": 0, "shared_inner": 3}, AUTOMATIC),
-    "short last tiles": ({"tokens": 131, "hidden": 512, "inner": 8, "shared_inner": 128, "topk": 1}, AUTOMATIC),
-    "odd sizes": ({"tokens": 411, "hidden": 37, "inner": 19, "topk": 1, "shared_inner": 7}, AUTOMATIC),
-    "few tokens": ({"tokens": 5, "experts": 16, "topk": 5, "dtype": torch.bfloat16, "shared_inner": 9}, AUTOMATIC),
-    "float16": ({"tokens": 150, "dtype": torch.float16}, AUTOMATIC),
-}
+CASES: dict[str, tuple[dict[str, Any], MokConfig]] = (
+    {
+        f"{str(dtype)[6:]}-macrobatch-{rows}": (
+            {"tokens": 620, "dtype": dtype, "shared_inner": 20, "scale": True},
+            replace(AUTOMATIC, macrobatch_size=rows),
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+        for rows in (128, 256, None)
+    }
+    | {
+        "one expert gets everything": ({"tokens": 300, "routing": "one"}, replace(AUTOMATIC, macrobatch_size=384)),
+        "no route": ({"tokens": 20, "routing": "none", "shared_inner": 3}, AUTOMATIC),
+        "no token": ({"tokens": 0, "shared_inner": 3}, AUTOMATIC),
+        "short last tiles": ({"tokens": 131, "hidden": 512, "inner": 8, "shared_inner": 128, "topk": 1}, AUTOMATIC),
+        "odd sizes": ({"tokens": 411, "hidden": 37, "inner": 19, "topk": 1, "shared_inner": 7}, AUTOMATIC),
+        "few tokens": ({"tokens": 5, "experts": 16, "topk": 5, "dtype": torch.bfloat16, "shared_inner": 9}, AUTOMATIC),
+        "float16": ({"tokens": 150, "dtype": torch.float16}, AUTOMATIC),
+    }
+    | {
+        f"{form} {wgrad}": (
+            {"tokens": 400, "hidden": 128, "inner": 128, "dtype": torch.bfloat16, "shared_inner": 20},
+            replace(AUTOMATIC, format=form, fp8_wgrad=wgrad, fp8_gradients=gradients, macrobatch_size=256),
+        )
+        for form, wgrad, gradients in (
+            ("mxfp8", "fp8", "e5m2"),
+            ("mxfp8", "bf16", "e4m3"),
+            ("blockwise", "fp8", "e4m3"),
+        )
+    }
+)
 
 
 def uneven(tokens: int, ranks: int) -> list[int]:
@@ -72,9 +87,10 @@ def results_by_rank() -> list[dict[tuple[str, int], dict[str, bytes]]]:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_every_ep_size_gives_the_same_bits(results_by_rank: Any, name: str, size: int) -> None:
-    arguments, _ = CASES[name]
+    arguments, config = CASES[name]
     problem = make_problem(**arguments)
-    expected = operator(problem, config=ALL_KEPT)
+    all_kept = replace(config, minibatch_size=LARGE, macrobatch_size=None)
+    expected = operator(problem, config=all_kept)
     results = [results_by_rank[rank][name, size] for rank in range(size)]
     for tensor, value in to_bytes(expected).items():
         if tensor not in BY_LAYER:
@@ -84,7 +100,7 @@ def test_every_ep_size_gives_the_same_bits(results_by_rank: Any, name: str, size
     split = uneven(problem.x.shape[0], size)
     for rank in range(size):
         alone = replace(problem.share(rank, split), w1=problem.w1, w2=problem.w2)
-        expected_bytes = to_bytes(operator(alone, config=ALL_KEPT))
+        expected_bytes = to_bytes(operator(alone, config=all_kept))
         for tensor in BY_LAYER:
             assert results[rank].get(tensor) == expected_bytes.get(tensor), f"{tensor} of rank {rank}"
 
