@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mok_megatron import versions
+from mok_megatron import tuned, versions
 from mok_megatron.build import ARCHITECTURES, BuildError, cache, sources
 from mok_megatron.build.library import cached_library
 from mok_megatron.build.toolkit import Cutlass, Toolkit, find_cutlass, find_toolkit
 from mok_megatron.doctor.nvml import Driver, find_driver
 from mok_megatron.resources import PACKAGE
+from mok_megatron.typed_yaml import ConfigFileError
 
 DISTRIBUTIONS = ("mok-megatron", "torch", "megatron-core", "transformer_engine", "nvidia-cutlass", "nvidia-ml-py")
 PROBE_TIMEOUT_S = 180
@@ -52,6 +53,7 @@ class Facts:
     symmetric_memory: Probe | None  # None: not tried
     imex_channels: tuple[str, ...]  # device files of IMEX channels
     imex_status: str | None  # what nvidia-imex-ctl says; None when there is no such command
+    tuned: tuple[str, ...] | str = ()  # files of tuned settings for these GPUs, or what is wrong with one
 
 
 def gather(quick: bool = False) -> Facts:
@@ -77,7 +79,20 @@ def gather(quick: bool = False) -> Facts:
         symmetric_memory=run_probe("symmetric") if gpus and not quick else None,
         imex_channels=tuple(str(path) for path in sorted(Path("/dev/nvidia-caps-imex-channels").glob("channel*"))),
         imex_status=_imex_status() if gpus else None,
+        tuned=_tuned(driver),
     )
+
+
+def _tuned(driver: Driver | str) -> tuple[str, ...] | str:
+    """The files of tuned settings for these GPUs; the error of the first that cannot be read."""
+    names = [] if isinstance(driver, str) else sorted({tuned.folder_name(gpu.name) for gpu in driver.gpus})
+    try:
+        paths = [path for place in tuned.folders() for name in names for path in sorted((place / name).glob("*.yaml"))]
+        for path in paths:
+            tuned.load(path)
+    except (ConfigFileError, FileNotFoundError) as error:
+        return str(error)
+    return tuple(map(str, paths))
 
 
 def which_apex() -> str | None:

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
+from mok_megatron import tuned
 from mok_megatron.build import ARCHITECTURES
 from mok_megatron.doctor.facts import Facts
 from mok_megatron.doctor.nvml import Driver
@@ -26,6 +28,7 @@ def checks(facts: Facts) -> Iterator[Check]:
     yield from symmetric_memory(facts)
     yield fabric(facts.driver)
     yield from imex(facts)
+    yield tuned_settings(facts)
 
 
 def gpus(driver: Driver) -> Check:
@@ -143,3 +146,13 @@ def imex(facts: Facts) -> Iterator[Check]:
         )
     else:
         yield ok("IMEX", f"domain up, {len(facts.imex_channels)} channel(s)")
+
+
+def tuned_settings(facts: Facts) -> Check:
+    """What `mok-megatron tune` left for these GPUs; the layer takes the file of its shape and EP by itself."""
+    if isinstance(facts.tuned, str):
+        return failure(
+            "Tuned settings", facts.tuned, f"correct or remove the file, or set {tuned.FOLDER_ENV}={tuned.NONE}"
+        )
+    names = ", ".join(Path(path).stem for path in facts.tuned)
+    return ok("Tuned settings", names or "none for these GPUs: the defaults run")

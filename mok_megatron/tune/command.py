@@ -64,13 +64,22 @@ def _words(numbers: tuple[int, ...]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0; 1 if a setting changed a result; 2 for what cannot be done."""
+    import torch
+
     from mok_megatron.errors import MokError
 
     try:
         return _run(args)
     except (MokError, OSError) as error:
         print(f"mok-megatron tune: {error}", file=sys.stderr)
-        return 2
+    except torch.OutOfMemoryError as error:
+        text = str(error).split(". ")[0]
+        print(
+            f"mok-megatron tune: {text}. Weights, fp32 gradients and a copy of them must fit: launch more ranks, or "
+            "lower --experts or --tokens",
+            file=sys.stderr,
+        )
+    return 2
 
 
 def _run(args: argparse.Namespace) -> int:

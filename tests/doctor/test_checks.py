@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mok_megatron.build.toolkit import Toolkit
-from mok_megatron.doctor import compiler, gpu, software
+from mok_megatron.doctor import compiler, facts, gpu, software
 from mok_megatron.doctor.facts import Facts, Probe
 from mok_megatron.doctor.nvml import Driver, Gpu
 from mok_megatron.doctor.report import Check, Status
@@ -313,6 +313,14 @@ CASES: list[tuple[str, Callable[[], Facts], str, Status, str, str]] = [
         "Domain State: DOWN",
         "systemctl start nvidia-imex",
     ),
+    (
+        "broken tuned file",
+        lambda: replace(HOPPER, tuned="x.yaml, line 3: ep: needs a whole number"),
+        "Tuned settings",
+        Status.FAILURE,
+        "x.yaml, line 3",
+        "MOK_TUNED_DIR=none",
+    ),
 ]
 
 
@@ -336,3 +344,19 @@ def test_when_nothing_imports_every_check_still_answers() -> None:
     checks = diagnose(facts)
     assert set(checks) == set(diagnose(LAPTOP))
     assert checks["Plugin registration"].status is Status.FAILURE
+
+
+def test_tuned_settings_are_listed() -> None:
+    assert "the defaults run" in diagnose(HOPPER)["Tuned settings"].found
+    listed = diagnose(replace(HOPPER, tuned=("/settings/h200/glm_5_2-ep2.yaml",)))["Tuned settings"]
+    assert listed.status is Status.OK and listed.found == "glm_5_2-ep2"
+
+
+def test_tuned_files_are_found_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOK_TUNED_DIR", str(tmp_path))
+    path = tmp_path / "h200" / "x-ep2.yaml"
+    path.parent.mkdir()
+    path.write_text("gpu: 1\n")
+    found = facts._tuned(HOPPER.driver)
+    assert isinstance(found, str) and str(path) in found
+    assert facts._tuned("no driver") == ()

@@ -61,6 +61,17 @@ def test_what_cannot_be_done_is_one_message(
     assert message.startswith("mok-megatron tune: ") and re.search(words, message), message
 
 
+def test_what_does_not_fit_is_told_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(args: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 88 GiB. More of it")
+
+    monkeypatch.setattr("mok_megatron.tune.command._run", full)
+    assert main(SMALL) == 2
+    assert "CUDA out of memory. Weights, fp32 gradients and a copy of them must fit: launch" in capsys.readouterr().err
+
+
 SHAPE = Shape(4096, 7168, 2048, 8, 4)
 FOUND = Found(
     readings={

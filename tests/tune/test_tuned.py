@@ -157,7 +157,7 @@ def model() -> TransformerConfig:
 
 def megatron_arguments(monkeypatch: pytest.MonkeyPatch, **given: object) -> None:
     args = argparse.Namespace(seq_length=2048, micro_batch_size=2, **given)
-    monkeypatch.setattr(validate, "_megatron_args", lambda: args)
+    monkeypatch.setattr(validate, "megatron_args", lambda: args)
 
 
 def test_the_plugin_takes_the_file_once_aloud(
