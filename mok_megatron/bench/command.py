@@ -10,7 +10,8 @@ import argparse
 import datetime
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from mok_megatron.config import MokConfig
 
 HELP = "measure one MoE layer against other implementations"
+FORMATS = ("bf16", "blockwise", "mxfp8")
 BASELINES = ("nccl", "alltoall", "hybridep", "deepep")
 # T, H, I, E, K: large experts, many routes, more and smaller experts, many small experts.
 SUITE = ("4096,7168,2048,8,4", "2048,7168,2048,8,8", "8192,4096,1536,16,8", "4096,2048,768,128,8")
@@ -45,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how to measure")
     how.add_argument(
         "--baselines", default=",".join(BASELINES), help=f"from {','.join(BASELINES)} (default: all); 'none' for none"
+    )
+    how.add_argument(
+        "--formats",
+        default=",".join(FORMATS),
+        help=f"of ours, from {','.join(FORMATS)} (default: all); the first is what the table compares with",
     )
     how.add_argument("--iterations", type=int, default=20)
     how.add_argument("--dtype", choices=("bf16", "fp32"), help="default: bf16 on GPUs, fp32 without")
@@ -103,17 +110,18 @@ def _run(args: argparse.Namespace) -> int:
 
     config = config_from_args(args)
     shapes = shapes_of(args)
-    names = baseline_names(args.baselines)
+    names, formats = baseline_names(args.baselines), format_names(args.formats)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     for shape in shapes:
         shape.check(ranks)
     device, group = start(config, tracing=args.trace is not None)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     first = dist.get_rank() == 0
+    configs = [replace(config, format=name) for name in formats]
     results: list[Result] = []
     try:
         for shape in shapes:
-            results.append(_measure_shape(shape, names, args, config, device, dtype, group))
+            results.append(_measure_shape(shape, names, args, configs, device, dtype, group))
             if first:
                 print(report.table(results[-1], ranks) + "\n", flush=True)
         if first:
@@ -123,7 +131,10 @@ def _run(args: argparse.Namespace) -> int:
             print(f"record: {path}")
     finally:
         dist.destroy_process_group()
-    return 0 if all(result.entries[0].times for result in results) else 1
+    # What cannot run here is a remark; wrong results of ours are a failure, in any format.
+    ours = [entry for result in results for entry in result.entries[: len(formats)]]
+    wrong = any(entry.errors and not entry.times for entry in ours)
+    return 0 if all(result.entries[0].times for result in results) and not wrong else 1
 
 
 def shapes_of(args: argparse.Namespace) -> list[Shape]:
@@ -171,6 +182,17 @@ def baseline_names(text: str) -> list[str]:
     return names
 
 
+def format_names(text: str) -> list[str]:
+    """The formats that ``--formats`` names, in its order."""
+    from mok_megatron.errors import MokConfigError
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in FORMATS]
+    if unknown or not names:
+        raise MokConfigError(f"--formats: {', '.join(unknown) or 'none'} unknown; choose from {', '.join(FORMATS)}")
+    return names
+
+
 def start(config: MokConfig, tracing: bool = False) -> tuple[torch.device, dist.ProcessGroup | None]:
     """The device of this rank, and the group of all; None for one rank, which needs none. Starts torch.distributed."""
     import torch
@@ -203,7 +225,7 @@ def _measure_shape(
     shape: Shape,
     names: list[str],
     args: argparse.Namespace,
-    config: MokConfig,
+    configs: list[MokConfig],
     device: torch.device,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
@@ -214,7 +236,7 @@ def _measure_shape(
     from mok_megatron.bench.floor import measure_floor
     from mok_megatron.bench.problem import make_problem
     from mok_megatron.bench.report import Entry, Result
-    from mok_megatron.ops.backend import select_backend
+    from mok_megatron.ops.backend import backend_name
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     problem = make_problem(shape, rank, ranks, device, dtype, args.imbalance, args.seed)
@@ -229,14 +251,19 @@ def _measure_shape(
         except layers.Unavailable as reason:
             return Entry(name, note=str(reason))
         found = measure.errors(measure.run_once(layer, problem), expected, group)
-        if not measure.is_correct(found, dtype):
+        is_fp8 = isinstance(layer, layers.MokLayer) and layer.config.format != "bf16"
+        if not measure.is_correct(found, dtype, is_fp8):
             wrong = ", ".join(f"{what} {error:.1e}" for what, error in found.items())
             return Entry(name, errors=found, note=f"wrong results, relative errors {wrong}")
         if args.trace and isinstance(layer, layers.MokLayer):
             _trace(layer, problem, group, args.trace)
         return Entry(name, errors=found, times=measure.measure(layer, problem, group, args.iterations))
 
-    entries = [entry("mok", lambda problem, group: layers.MokLayer(problem, group, config))]
+    entries = []
+    for config in configs:
+        _release(device)
+        name = "mok" if config.format == "bf16" else f"mok {config.format}"
+        entries.append(entry(name, partial(layers.mok_layer, config=config)))
     builders = layers.baselines()
     for name in names:
         _release(device)
@@ -245,7 +272,7 @@ def _measure_shape(
     floor = measure_floor(problem, group, args.iterations)
     return Result(
         shape=shape,
-        backend=select_backend(config, device).name,
+        backend=backend_name(configs[0], device),
         reference=str(reference_dtype).removeprefix("torch."),
         imbalance=_imbalance(problem.topk_ids, shape.experts // ranks, ranks, group),
         floor=floor,
@@ -267,7 +294,9 @@ def _trace(layer: layers.MokLayer, problem: Problem, group: dist.ProcessGroup | 
         for one in (one for of_rank in traces for one in of_rank.values()):
             print(trace.text(one))
         about = {"shape": asdict(problem.shape), "ranks": ranks, "settings": asdict(layer.config)}
-        for path in trace.write(traces, folder / str(problem.shape).replace(", ", "-").replace(" ", ""), about):
+        name = str(problem.shape).replace(", ", "-").replace(" ", "")
+        name += "" if layer.config.format == "bf16" else f"-{layer.config.format}"
+        for path in trace.write(traces, folder / name, about):
             print(f"trace: {path}")
 
 

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from mok_megatron.bench.problem import Problem
 from mok_megatron.config import MokConfig
+from mok_megatron.errors import Problems
+from mok_megatron.formats import BLOCK_LENGTH
 from mok_megatron.ops import SharedExpert, mok_moe
+from mok_megatron.ops.backend import backend_name
+from mok_megatron.ops.formats import check_format
 
 
 class Unavailable(Exception):
@@ -74,6 +78,22 @@ class MokLayer:
     def clear_gradients(self) -> None:
         for weight in (self.w1, self.w2, *((self.shared.w1, self.shared.w2) if self.shared else ())):
             clear(weight)
+
+
+def mok_layer(problem: Problem, group: dist.ProcessGroup | None, config: MokConfig) -> MokLayer:
+    """Ours in the format of `config`; raises `Unavailable` where the backend, the device or the sizes cannot do it."""
+    if config.format != "bf16":
+        problems = Problems()
+        check_format(config, backend_name(config, problem.x.device), problem.x.device, problems)
+        length = BLOCK_LENGTH[config.format]
+        for name in ("hidden", "intermediate"):
+            size = getattr(problem.shape, name)
+            problems.require(
+                size % length == 0, f"--{name} {size} is not a multiple of {length}", f"the block of {config.format} is"
+            )
+        if problems:
+            raise Unavailable(" ".join(problems.text("").split()))
+    return MokLayer(problem, group, config)
 
 
 Builder = Callable[[Problem, dist.ProcessGroup | None], Layer]

@@ -22,6 +22,8 @@ from mok_megatron.resources import PACKAGE
 
 DISTRIBUTIONS = ("mok-megatron", "torch", "megatron-core", "transformer_engine", "deep_ep", "nvidia-cutlass", "triton")
 
+NAME_WIDTH = 14
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -55,16 +57,17 @@ def table(result: Result, ranks: int) -> str:
 
     def row(name: str, times: tuple[float, float, float], remark: str) -> str:
         own = (None, None, None) if ours is None else (ours.forward, ours.backward, ours.both)
-        return f"{name:<12}" + "".join(map(_cell, times, own)) + f"   {remark}"
+        return f"{name:<{NAME_WIDTH}}" + "".join(map(_cell, times, own)) + f"   {remark}"
 
     lines = [
         f"{result.shape}; EP {ranks}, {result.backend} backend; busiest rank has {result.imbalance:.2f} x the mean "
         "rows",
-        f"{'ms':<12}{'forward':>17}{'backward':>17}{'both':>17}   worst relative error, against {result.reference}",
+        f"{'ms':<{NAME_WIDTH}}{'forward':>17}{'backward':>17}{'both':>17}   worst relative error, against "
+        f"{result.reference}",
     ]
     for entry in result.entries:
         if entry.times is None:
-            lines.append(f"{entry.name:<12}  not measured: {entry.note}")
+            lines.append(f"{entry.name:<{NAME_WIDTH}}  not measured: {entry.note}")
         else:
             times = entry.times
             lines.append(row(entry.name, (times.forward, times.backward, times.both), f"{entry.worst_error:.1e}"))

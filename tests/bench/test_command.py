@@ -45,6 +45,7 @@ def test_a_model_gives_the_sizes_and_flags_override_them() -> None:
         (["--model", "deepsek_v3"], "deepseek_v3"),
         (["--suite", "--baselines", "nccl,mega"], "mega unknown; choose from nccl"),
         (["--shape", "64,32,32,4,8"], "--topk 8 exceeds --experts 4"),
+        (["--suite", "--formats", "bf16,fp8"], "--formats: fp8 unknown; choose from bf16, blockwise, mxfp8"),
         (["--suite", "--mok-minibatch-size", "100"], "--mok-minibatch-size 100"),
     ],
 )
@@ -72,11 +73,12 @@ def test_a_run_prints_a_table_and_writes_the_record(tmp_path: Path, capsys: pyte
     assert main([*RUN, "--json", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "T 20, H 16, I 16, E 4, K 2; EP 1, reference backend" in printed
-    assert "hybridep      not measured: needs GPUs" in printed
+    assert "hybridep        not measured: needs GPUs" in printed
+    assert "mok mxfp8       not measured: 1. --hidden 16 is not a multiple of 32; the block of mxfp8" in printed
     record = json.loads(path.read_text())
     assert record["ranks"] == 1 and record["versions"]["torch"] and record["settings"]["iterations"] == 2
     (result,) = record["results"]
-    ours, nccl, hybridep = result["implementations"]
+    ours, _, _, nccl, hybridep = result["implementations"]
     assert ours["times"]["forward"] > 0 and max(nccl["errors"].values()) < 1e-4 and hybridep["times"] is None
     assert not torch.distributed.is_initialized()
 
@@ -94,6 +96,17 @@ def test_wrong_results_are_not_timed_and_fail_the_command(
     )
     assert main([*RUN, "--json", str(tmp_path / "record.json")]) == 1
     assert "not measured: wrong results, relative errors y 1.0e-02" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the reference backend on a machine without a GPU")
+def test_formats_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["bench", "--shape", "20,128,128,4,2", "--iterations", "1", "--baselines", "none", "--dtype", "bf16"]
+    assert main([*run, "--json", str(tmp_path / "record.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:14].rstrip() for line in lines[2:5]] == ["mok", "mok blockwise", "mok mxfp8"]
+    (result,) = json.loads((tmp_path / "record.json").read_text())["results"]
+    plain, *fp8 = (max(one["errors"].values()) for one in result["implementations"])
+    assert plain < 1e-2 and all(1e-2 < error < 9e-2 for error in fp8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the trace is there")
