@@ -175,7 +175,7 @@ class VirtualRanks:
             weights = (o.w1, o.w2, o.shared_w1, o.shared_w2)
             targets = [torch.ones_like(w, dtype=main_grad) if main_grad and w is not None else None for w in weights]
             back: Any = BackwardStep(step.workspace, o, step.saved, dy.contiguous(), targets)
-            _poison(back.dx, back.dtopk_weights, *(t for t in (back.dshared_scale, *back.fresh) if t is not None))
+            _poison(back.dx, back.dtopk_weights, back.dshared_scale, *back.fresh)
             back.targets = targets
             steps.append(back)
         return steps
@@ -237,9 +237,10 @@ class VirtualRanks:
         return steps
 
 
-def _poison(*tensors: Tensor) -> None:
+def _poison(*tensors: Tensor | None) -> None:
     for tensor in tensors:
-        tensor.fill_(float("nan"))
+        if tensor is not None:
+            tensor.fill_(float("nan"))
 
 
 def kernel_config(**settings: Any) -> MokConfig:
