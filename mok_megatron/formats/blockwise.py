@@ -67,6 +67,7 @@ def _quantize(x: Tensor, axis: Axis, scale: ScaleKind, element: Element) -> Bloc
     blocks, amax = source_blocks(x, axis, BLOCKWISE_LENGTH)
     multiplier = _finite_multiplier(amax, x.dtype, scale, element).masked_fill(~amax.isfinite(), torch.nan)
     scales = torch.div(torch.ones_like(multiplier), multiplier)
+    scales = scales.masked_fill(scales.isnan(), torch.nan)  # one NaN: devices differ in its bits
     return BlockScaled(to_fp8(blocks, multiplier, element), scales, axis, BLOCKWISE_LENGTH)
 
 

@@ -106,6 +106,12 @@ def test_inf_or_nan_makes_its_block_nan_and_no_other(x: torch.Tensor, bad: float
     assert torch.equal(quantized.dequantize().isnan(), block | clean.dequantize().isnan())
 
 
+def test_every_nan_scale_has_the_same_bits() -> None:
+    x = torch.zeros(2, 128)
+    x[0, 0], x[1, 0] = torch.inf, -torch.nan
+    assert quantize_1x128(x).scales.view(torch.int32).tolist() == [[0x7FC00000]] * 2
+
+
 def test_zeros_keep_their_sign_and_scale_one() -> None:
     quantized = quantize_1x128(torch.tensor([[0.0, -0.0] * 64]))
     assert quantized.scales.item() == 1.0

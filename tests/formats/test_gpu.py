@@ -30,8 +30,10 @@ def numbers(dtype: torch.dtype) -> Tensor:
 
 
 def same_bits(a: BlockScaled, b: BlockScaled) -> None:
-    assert torch.equal(codes(a.values).cpu(), codes(b.values).cpu())
-    assert torch.equal(a.scales.contiguous().view(torch.uint8).cpu(), b.scales.contiguous().view(torch.uint8).cpu())
+    for part in ("values", "scales"):
+        mine, other = (codes(getattr(x, part)).cpu() for x in (a, b))
+        different = int((mine != other).sum())
+        assert different == 0, f"{different} of {mine.numel()} bytes of the {part} differ"
 
 
 QUANTISERS = {
@@ -109,14 +111,10 @@ def test_mxfp8_is_that_of_transformer_engine(dtype: torch.dtype, element: Elemen
     engine()
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
+    if torch.cuda.get_device_capability() < (10, 0):
+        pytest.skip("Transformer Engine quantises to MXFP8 from compute capability 10.0 on; below it writes nothing")
     x = numbers(dtype).cuda()
-    try:
-        theirs = MXFP8Quantizer(engine_dtype(element), rowwise=True, columnwise=True)(x)
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        if torch.cuda.get_device_capability() >= (10, 0):
-            raise
-        pytest.skip(f"Transformer Engine quantises to MXFP8 on compute capability 10.0: {str(error).splitlines()[0]}")
+    theirs = MXFP8Quantizer(engine_dtype(element), rowwise=True, columnwise=True)(x)
     rowwise, columnwise = (quantize_mxfp8(x, axis, element=element) for axis in (-1, -2))
     same_bits(from_engine(theirs._rowwise_data, theirs._rowwise_scale_inv, rowwise), rowwise)
     same_bits(from_engine(theirs._columnwise_data, theirs._columnwise_scale_inv, columnwise), columnwise)
