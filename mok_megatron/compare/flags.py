@@ -71,7 +71,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def prepare(args: argparse.Namespace) -> tuple[Preset, Plan | None]:
     """The preset and the plan of its sizes (None on the CPU)."""
     preset = presets.find_preset(args.preset)
-    gpus = args.gpus or preset.gpus
+    gpus = preset.gpus if args.gpus is None else args.gpus
     if preset.cluster is None:
         if gpus != preset.gpus:
             raise PresetError(f"--preset {preset.name} runs on {preset.gpus} CPU processes, not on {gpus}")
@@ -148,7 +148,12 @@ def check(preset: Preset, plan: Plan | None, args: argparse.Namespace) -> Proble
     problems = Problems()
     if plan is not None and args.batch_schedule:
         unit = plan.sizes.dp * plan.training.micro_batch
-        batches = [int(entry.rpartition(":")[2]) for entry in args.batch_schedule.split()]
+        batches = _batches(args.batch_schedule)
+        problems.require(
+            bool(batches) and min(batches) > 0,
+            f"--batch-schedule {args.batch_schedule!r} is not like '0:3072 117B:6144'",
+            "give START:SEQUENCES pairs",
+        )
         problems.require(
             all(batch % unit == 0 for batch in batches),
             f"the report's batches of {', '.join(map(str, batches))} sequences do not all divide by DP x micro-batch = "
@@ -159,7 +164,7 @@ def check(preset: Preset, plan: Plan | None, args: argparse.Namespace) -> Proble
         require_dispatcher(args.dispatcher, preset.on_gpus, uses_transformer_engine(preset, args.user), problems)
     user = user_flags(args.user)
     for prefix in [*user.data_path, *user.train_data_path]:
-        missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
+        missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not os.path.isfile(f"{prefix}{end}")]
         if missing and not _is_number(prefix) and "://" not in prefix:
             problems.add(
                 f"no dataset at {prefix}: {' and '.join(missing)} missing",
@@ -168,7 +173,7 @@ def check(preset: Preset, plan: Plan | None, args: argparse.Namespace) -> Proble
             )
     if user.save and "://" not in user.save:
         folder = Path(user.save).absolute()
-        while not folder.exists() and folder != folder.parent:
+        while not os.path.exists(folder) and folder != folder.parent:
             folder = folder.parent
         problems.require(
             folder.is_dir() and os.access(folder, os.W_OK),
@@ -176,6 +181,13 @@ def check(preset: Preset, plan: Plan | None, args: argparse.Namespace) -> Proble
             f"choose a folder that this user can write ({folder} is not one)",
         )
     return problems
+
+
+def _batches(schedule: str) -> list[int]:
+    """The batches of Megatron's --step-batch-size-schedule, "START:SEQUENCES ..."; none where it is not like that."""
+    pairs = [entry.rpartition(":") for entry in schedule.split()]
+    well_formed = all(start and batch.isascii() and batch.isdecimal() and len(batch) < 10 for start, _, batch in pairs)
+    return [int(batch) for _, _, batch in pairs] if well_formed else []
 
 
 def summary(preset: Preset, plan: Plan | None, dispatcher: str) -> str:

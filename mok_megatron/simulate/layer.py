@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from mok_megatron.simulate.order import (
     Launch,
     backward_tiles,
     blocks_of,
+    columns_of,
     forward_tiles,
     pull_blocks,
     pull_rows,
@@ -30,6 +32,8 @@ from mok_megatron.simulate.rates import (
 )
 
 SEED = 1
+MOST_SIZE, MOST_EXPERTS, MOST_TILES = 1 << 20, 1 << 16, 1_000_000
+"""Of what is simulated: a few minutes."""
 BF16 = 2
 ROUTE_BYTES = 8
 """Expert number and router weight, sent to every peer."""
@@ -77,6 +81,16 @@ def check(shape: LayerShape, cluster: ClusterConfig, ep: int, config: MokConfig)
     for name in ("tokens", "hidden", "intermediate", "experts", "topk"):
         value = getattr(shape, name)
         problems.require(value >= 1, f"{name} is {value}", "give at least 1")
+    problems.require(shape.shared >= 0, f"shared is {shape.shared}", "give 0 or more")
+    most = {"experts": MOST_EXPERTS}
+    for name, value in dataclasses.asdict(shape).items():
+        limit = most.get(name, MOST_SIZE)
+        problems.require(value <= limit, f"{name} is beyond {limit}", "simulate a smaller layer")
+    if not problems and ep >= 1:
+        count = _tiles_of_backward(shape, ep)
+        problems.require(
+            count <= MOST_TILES, f"this layer has about {count:,} tiles a GPU", f"at most {MOST_TILES:,} are simulated"
+        )
     for name in ("hidden", "intermediate", "shared"):
         value = getattr(shape, name)
         problems.require(
@@ -106,6 +120,15 @@ def check(shape: LayerShape, cluster: ClusterConfig, ep: int, config: MokConfig)
             "lower it or choose another cluster",
         )
     problems.raise_if_any(MokConfigError, "this layer cannot be simulated:")
+
+
+def _tiles_of_backward(shape: LayerShape, ep: int) -> int:
+    """About how many: the work of a simulation."""
+    experts = -(-shape.experts // ep)
+    blocks = blocks_of(shape.tokens * shape.topk) + experts
+    wide, inner = columns_of(shape.hidden), columns_of(shape.intermediate)
+    shared = (blocks_of(shape.tokens) + 3 * wide) * columns_of(shape.shared)
+    return blocks * (wide + inner) + experts * 6 * wide * inner + shared
 
 
 def expert_rows(shape: LayerShape, ep: int) -> np.ndarray:
