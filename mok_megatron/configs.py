@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mok_megatron.figures import SMALLEST, WORD, Check, in_range, is_word, positive
 from mok_megatron.resources import data_folder
 from mok_megatron.typed_yaml import ConfigFileError, load_typed, suggestion
 
@@ -29,8 +30,6 @@ __all__ = [
     "load_model",
     "model_names",
 ]
-
-Check = Iterator[tuple[str, str]]
 
 # Sizes of each kind of attention that its file must give.
 ATTENTION_KINDS = {
@@ -47,13 +46,6 @@ ATTENTION_KINDS = {
     ),
     "compressed": ("head_dim", "q_lora_rank", "o_groups", "o_lora_rank"),
 }
-
-
-def _at_least(instance: object, least: int, names: Iterable[str]) -> Check:
-    for name in names:
-        value = getattr(instance, name)
-        if value is not None and value < least:
-            yield name, f"is {value}; it must be at least {least}"
 
 
 @dataclass(frozen=True)
@@ -79,10 +71,10 @@ class MoeShape:
         return self.num_layers - self.first_dense_layers
 
     def check(self) -> Check:
-        positive = [entry.name for entry in dataclasses.fields(self) if entry.type == "int"]
+        sizes = [entry.name for entry in dataclasses.fields(self) if entry.type == "int"]
         may_be_zero = ("shared_expert_intermediate_size", "first_dense_layers")
-        yield from _at_least(self, 1, (name for name in positive if name not in may_be_zero))
-        yield from _at_least(self, 0, may_be_zero)
+        yield from in_range(self, 1, (name for name in sizes if name not in may_be_zero))
+        yield from in_range(self, 0, may_be_zero)
         if self.topk > self.num_experts:
             yield "topk", f"is {self.topk}, more than the {self.num_experts} experts of num_experts"
         if self.first_dense_layers >= self.num_layers:
@@ -131,7 +123,7 @@ class AttentionShape:
         for name in ATTENTION_KINDS[self.kind]:
             if getattr(self, name) is None:
                 yield name, f"is missing: attention of kind {self.kind!r} needs it"
-        yield from _at_least(self, 1, (f.name for f in dataclasses.fields(self) if "int" in str(f.type)))
+        yield from in_range(self, 1, (f.name for f in dataclasses.fields(self) if "int" in str(f.type)))
         groups = self.num_query_groups
         if groups is not None and self.num_heads % groups:
             yield "num_query_groups", f"is {groups}, which does not divide the {self.num_heads} heads"
@@ -148,8 +140,8 @@ class ModelSizes:
     """Sequences a step in the model's own training, where known."""
 
     def check(self) -> Check:
-        yield from _at_least(self, 1, ("vocab_size", "global_batch_size"))
-        yield from _at_least(self, 0, ("mtp_layers",))
+        yield from in_range(self, 1, ("vocab_size", "global_batch_size"))
+        yield from in_range(self, 0, ("mtp_layers",))
 
 
 @dataclass(frozen=True)
@@ -167,6 +159,11 @@ class ModelConfig:
 
     def check(self) -> Check:
         yield from _check_sources(self)
+        for flag, value in self.megatron_flags.items():
+            if not WORD.fullmatch(flag):
+                yield "megatron_flags", f"holds {flag!r}, which is no flag's name without its dashes"
+            if isinstance(value, str) and not value.isprintable():
+                yield "megatron_flags", f"gives {flag} a value of several lines: {value!r}"
 
     def megatron_arguments(self) -> list[str]:
         """`megatron_flags` as a command line: ``["--num-layers", "61", "--swiglu", ...]``."""
@@ -193,7 +190,11 @@ class Gpu:
     fp8_tflops: float
 
     def check(self) -> Check:
-        yield from _positive(self, ("sms", "memory_gb", "memory_bandwidth", "bf16_tflops", "fp8_tflops"))
+        yield from is_word(self, ("name",))
+        if not re.fullmatch(r"\d{1,2}\.\d", self.compute_capability):
+            yield "compute_capability", f"is {self.compute_capability!r}, which is not like '9.0'"
+        yield from in_range(self, 1, ("sms",))
+        yield from positive(self, ("memory_gb", "memory_bandwidth", "bf16_tflops", "fp8_tflops"))
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,8 @@ class Node:
     gpus: int
 
     def check(self) -> Check:
-        yield from _at_least(self, 1, ("gpus",))
+        yield from is_word(self, ("name",))
+        yield from in_range(self, 1, ("gpus",))
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,8 @@ class NvlinkDomain:
     limit: int | None = None
 
     def check(self) -> Check:
-        yield from _at_least(self, 1, ("nodes", "limit"))
+        yield from is_word(self, ("name",))
+        yield from in_range(self, 1, ("nodes", "limit"))
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,7 @@ class Nvlink:
     bandwidth: float
 
     def check(self) -> Check:
-        yield from _positive(self, ("bandwidth",))
+        yield from positive(self, ("bandwidth",))
 
 
 @dataclass(frozen=True)
@@ -237,8 +240,8 @@ class Network:
     description: str = ""
 
     def check(self) -> Check:
-        if self.bandwidth < 0:
-            yield "bandwidth", f"is {self.bandwidth}; it must not be negative"
+        if self.bandwidth != 0:
+            yield from positive(self, ("bandwidth",))
 
 
 @dataclass(frozen=True)
@@ -258,9 +261,9 @@ class Rates:
     def check(self) -> Check:
         for name in ("bf16_product", "nvlink_pull", "nvlink_push", "memory", "network"):
             value = getattr(self, name)
-            if not 0 < value <= 1:
+            if not SMALLEST <= value <= 1:
                 yield name, f"is {value}; a share of the peak lies above 0 and not above 1"
-        yield from _positive(self, ("pull_sm_latency_ns", "pull_sm_bandwidth"))
+        yield from positive(self, ("pull_sm_latency_ns", "pull_sm_bandwidth"))
 
 
 @dataclass(frozen=True)
@@ -284,13 +287,6 @@ class ClusterConfig:
 
     def check(self) -> Check:
         yield from _check_sources(self)
-
-
-def _positive(instance: object, names: Iterable[str]) -> Check:
-    for name in names:
-        value = getattr(instance, name)
-        if value <= 0:
-            yield name, f"is {value}; it must be above 0"
 
 
 def _check_sources(config: object) -> Check:

@@ -13,6 +13,9 @@ from mok_megatron.topology import ParallelSizes
 
 DEFAULT_GLOBAL_BATCH = 4096
 """Most sequences a step where the model's own training gives none: a planning value."""
+MOST_GPUS = 1 << 17
+MOST_SEQUENCES = 1 << 30
+"""Larger jobs are not planned: the search tries divisors one by one."""
 MICROBATCHES = 8
 """Sequences a GPU in a step, up to the model's own global batch: keeps pipelines of small plans filled."""
 
@@ -55,6 +58,10 @@ def check_request(request: Request) -> None:
         value = getattr(request, name)
         flag = "--" + ("racks" if name == "domains" else name.replace("_", "-"))
         problems.require(value is None or value >= 1, f"{flag} is {value}", "give at least 1")
+        most = MOST_SEQUENCES if name.endswith("batch") else MOST_GPUS
+        problems.require(value is None or value <= most, f"{flag} is beyond {most}", "plan for less")
+    gpus = (request.domains or 0) * cluster.domain_gpus
+    problems.require(gpus <= MOST_GPUS, f"--racks {request.domains} are {gpus} GPUs", f"plan for at most {MOST_GPUS}")
     if problems:
         problems.raise_if_any(PlanError, "this plan cannot be made:")
     limit = cluster.domain.limit
