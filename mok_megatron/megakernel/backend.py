@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from mok_megatron.megakernel.agreement import exchange
 from mok_megatron.megakernel.binding import MokShape
 from mok_megatron.megakernel.steps import Operands, Saved
 from mok_megatron.megakernel.workspace import Workspace
+from mok_megatron.ops.backend import Routing
 from mok_megatron.ops.inputs import MoeGradients, MoeInputs, check_inputs
 from mok_megatron.ops.main_grad import takes_main_grad
 from mok_megatron.ops.schedule import worst_case_capacity
@@ -23,11 +24,11 @@ UNIT = 64
 """H, I and Is are multiples of it: the depth of a stage of the tile product."""
 ALIGNMENT = 16
 """Bytes: of bulk copies and vector loads."""
+MAIN_GRAD_DTYPES = (torch.float32, torch.bfloat16)
 INT32_MAX = torch.iinfo(torch.int32).max
 
 
-@dataclass(frozen=True)
-class KernelSaved:
+class KernelSaved(NamedTuple):
     """What the forward keeps for the backward."""
 
     workspace: Workspace
@@ -52,6 +53,11 @@ class MegakernelBackend:
         operands = _operands(call)
         y, saved = operators.forward(space, operands)
         return y, KernelSaved(space, operands, saved)
+
+    def routing(self, call: MoeInputs, saved: KernelSaved) -> Routing:
+        """What the forward found; on the device, written when its kernels have run."""
+        schedule = saved.tensors.schedule
+        return Routing(schedule.expert_rows, schedule.info[0], saved.workspace.shape.ring_rows)
 
     def backward(self, call: MoeInputs, saved: KernelSaved, dy: Tensor, into_main_grad: bool) -> MoeGradients:
         """Gradients for dy [T, H]."""
@@ -97,12 +103,14 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def _check_main_grads(weights: list[Tensor | None], targets: list[Tensor | None]) -> None:
     """The kernel adds to these through their addresses, four numbers at a time."""
+    if all(t is None or _can_add(w, t) for w, t in zip(weights, targets, strict=True)):  # type: ignore[arg-type]
+        return
     problems = Problems()
     for name, weight, target in zip(("w1", "w2", "shared w1", "shared w2"), weights, targets, strict=True):
         if weight is None or target is None:
             continue
         problems.require(
-            target.dtype in (torch.float32, torch.bfloat16),
+            target.dtype in MAIN_GRAD_DTYPES,
             f"main_grad of {name} is {target.dtype}",
             "the megakernel adds to float32 or bfloat16",
         )
@@ -119,18 +127,68 @@ def _check_main_grads(weights: list[Tensor | None], targets: list[Tensor | None]
     problems.raise_if_any(MokInputError, "mok_moe: main_grad that the megakernel cannot add to:")
 
 
+def _can_add(weight: Tensor, target: Tensor) -> bool:
+    return (
+        target.dtype in MAIN_GRAD_DTYPES
+        and target.shape == weight.shape
+        and target.device == weight.device
+        and target.is_contiguous()
+        and target.storage_offset() * target.element_size() % ALIGNMENT == 0
+    )
+
+
 def _workspace_for(call: MoeInputs) -> Workspace:
-    key = _key(call)
-    space = workspace.find(call.group, key)
+    signature = _signature(call)
+    space = None if signature is None else workspace.find(call.group, signature)
     if space is None:
-        space = _make_workspace(call)
-        workspace.keep(call.group, key, space)
+        space = _checked_workspace(call)
+        if signature is not None:
+            workspace.keep(call.group, signature, space)
     tokens = call.x.shape[0]
     if tokens > space.shape.max_tokens:
         raise MokInputError(
             f"mok_moe: {tokens} tokens, and the workspace was laid out for {space.shape.max_tokens}: the most that any "
             f"rank brought to the first call; set --mok-max-tokens to the largest number that can occur"
         )
+    return space
+
+
+def _signature(call: MoeInputs) -> tuple | None:
+    """Everything that the checks of `_key` look at, but for the number of tokens, which is the same in all operands.
+
+    Calls of one signature pass the checks together: the host must not format the same messages in vain at every call
+    of every layer. None where the checks must find out what is wrong.
+    """
+    try:
+        tokens, hidden = call.x.shape
+        operands = [call.x, call.topk_ids, call.topk_weights, call.w1, call.w2]
+        shared = call.shared
+        if shared is not None:
+            operands += (shared.w1, shared.w2)
+            if shared.scale is not None:
+                operands.append(shared.scale)
+                if shared.scale.shape != (tokens,):
+                    return None
+        shape = call.topk_ids.shape
+        if shape[0] != tokens or call.topk_weights.shape != shape:
+            return None
+        kinds = tuple([(t.dtype, t.device, t.layout) for t in operands])
+        weights = (
+            (call.w1.shape, call.w2.shape)
+            if shared is None
+            else (call.w1.shape, call.w2.shape, shared.w1.shape, shared.w2.shape)
+        )
+        return (hidden, shape[1:], kinds, weights, call.config)
+    except (AttributeError, TypeError, ValueError, IndexError):
+        return None
+
+
+def _checked_workspace(call: MoeInputs) -> Workspace:
+    key = _key(call)
+    space = workspace.find(call.group, key)
+    if space is None:
+        space = _make_workspace(call)
+        workspace.keep(call.group, key, space)
     return space
 
 

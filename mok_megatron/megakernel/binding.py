@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from ctypes import POINTER, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
 from mok_megatron.build import load_library
@@ -128,15 +129,18 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+@functools.cache
+def _function(step: str) -> Callable[..., int]:
+    function: Callable[..., int] = getattr(library(), step)
+    return function
+
+
 def enqueue(step: str, workspace: MokWorkspace, schedule: MokSchedule, operands: ctypes.Structure, stream: int) -> None:
     """Enqueue one of the library's steps on a CUDA stream.
 
     Raises:
         MokBackendError: the launch was refused, with CUDA's reason.
     """
-    lib = library()
-    status = getattr(lib, step)(
-        ctypes.byref(workspace), ctypes.byref(schedule), ctypes.byref(operands), c_void_p(stream)
-    )
+    status = _function(step)(ctypes.byref(workspace), ctypes.byref(schedule), ctypes.byref(operands), stream)
     if status != 0:
-        raise MokBackendError(f"{step}: {lib.mok_last_error().decode()} (status {status})")
+        raise MokBackendError(f"{step}: {library().mok_last_error().decode()} (status {status})")

@@ -22,7 +22,7 @@ _OPERANDS = (
 _definitions = torch.library.Library("mok_megatron", "DEF")
 # Returns y, then the tensors of Saved.
 _definitions.define(f"forward(int workspace, {_OPERANDS}) -> Tensor[]")
-# Returns dx, dtopk_weights, dshared_scale, dw1, dw2, dshared_w1, dshared_w2; empty where there is nothing to return.
+# Returns dx, dtopk_weights, then what there is of dshared_scale, dw1, dw2, dshared_w1, dshared_w2.
 _definitions.define(
     f"backward(int workspace, {_OPERANDS}, Tensor dy, Tensor(a!)[] saved, Tensor(b!)? main_grad_w1, "
     "Tensor(c!)? main_grad_w2, Tensor(d!)? main_grad_shared_w1, Tensor(e!)? main_grad_shared_w2) -> Tensor[]"
@@ -45,24 +45,22 @@ def number_of(workspace: Workspace) -> int:
 
 def _forward(number: int, *operands: Tensor | None) -> list[Tensor]:
     step = ForwardStep(_workspaces[number], Operands(*operands))  # type: ignore[arg-type]
-    step.prepare()
-    step.run()
+    step.launch()
     return [step.y, *step.saved.tensors()]
 
 
 def _backward(number: int, *arguments: object) -> list[Tensor]:
+    workspace = _workspaces[number]
     *operands, dy, saved, main_w1, main_w2, main_shared_w1, main_shared_w2 = arguments
-    targets = (main_w1, main_w2, main_shared_w1, main_shared_w2)
     step = BackwardStep(
-        _workspaces[number],
+        workspace,
         Operands(*operands),  # type: ignore[arg-type]
-        Saved.from_tensors(saved),  # type: ignore[arg-type]
+        Saved.from_tensors(workspace, saved),  # type: ignore[arg-type]
         dy,  # type: ignore[arg-type]
-        targets,  # type: ignore[arg-type]
+        (main_w1, main_w2, main_shared_w1, main_shared_w2),  # type: ignore[arg-type]
     )
-    step.prepare()
-    step.run()
-    return _or_empty(step.dx, step.dtopk_weights, step.dshared_scale, *step.fresh)
+    step.launch()
+    return _present(step.dx, step.dtopk_weights, step.dshared_scale, *step.fresh)
 
 
 def _forward_fake(number: int, *operands: Tensor | None) -> list[Tensor]:
@@ -76,12 +74,12 @@ def _backward_fake(number: int, *arguments: object) -> list[Tensor]:
     pairs = zip(weights, targets, strict=True)
     fresh = [torch.empty_like(w) if w is not None and t is None else None for w, t in pairs]  # type: ignore[arg-type]
     scale = None if shared_scale is None else torch.empty_like(shared_scale)  # type: ignore[arg-type]
-    return _or_empty(torch.empty_like(x), torch.empty_like(topk_weights), scale, *fresh)  # type: ignore[arg-type]
+    return _present(torch.empty_like(x), torch.empty_like(topk_weights), scale, *fresh)  # type: ignore[arg-type]
 
 
-def _or_empty(first: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+def _present(*tensors: Tensor | None) -> list[Tensor]:
     # A list of results cannot hold None.
-    return [first, *(first.new_empty(0) if t is None else t for t in tensors)]
+    return [t for t in tensors if t is not None]
 
 
 _definitions.impl("forward", _forward, "CUDA")
@@ -92,8 +90,8 @@ torch.library.register_fake("mok_megatron::backward", _backward_fake, lib=_defin
 
 def forward(workspace: Workspace, operands: Operands) -> tuple[Tensor, Saved]:
     """Enqueue the forward of one rank on the current stream: y [T, H] and what the backward needs."""
-    y, *saved = torch.ops.mok_megatron.forward(number_of(workspace), *operands.tensors())
-    return y, Saved.from_tensors(saved)
+    y, *saved = torch.ops.mok_megatron.forward(number_of(workspace), *operands)
+    return y, Saved.from_tensors(workspace, saved)
 
 
 def backward(
@@ -103,8 +101,8 @@ def backward(
 
     None where a gradient went to its target or there is no such operand; see BackwardStep.
     """
-    results = torch.ops.mok_megatron.backward(number_of(workspace), *operands.tensors(), dy, saved.tensors(), *targets)
+    results = torch.ops.mok_megatron.backward(number_of(workspace), *operands, dy, saved.tensors(), *targets)
     weights = (operands.w1, operands.w2, operands.shared_w1, operands.shared_w2)
-    returned = [True, True, operands.shared_scale is not None]
-    returned += [w is not None and t is None for w, t in zip(weights, targets, strict=True)]
-    return [r if there else None for r, there in zip(results, returned, strict=True)]
+    fresh = [w is not None and t is None for w, t in zip(weights, targets, strict=True)]
+    there = iter(results)
+    return [next(there) if is_there else None for is_there in (True, True, operands.shared_scale is not None, *fresh)]

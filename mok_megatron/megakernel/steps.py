@@ -5,8 +5,9 @@ The two are apart (`prepare`, `run`) because ranks that share a device must all 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,50 +23,77 @@ from mok_megatron.megakernel.binding import (
 )
 from mok_megatron.megakernel.workspace import Workspace
 
+ALIGNMENT = 128
+"""Elements of 4 bytes at whose multiples each tensor of a schedule starts: 512 bytes, as torch aligns allocations."""
 
-@dataclass(frozen=True)
-class ScheduleTensors:
-    """The schedule as the kernel writes it: `ops/schedule.py`, on the device. All int32 but `row_weight`."""
 
-    row_source: Tensor
-    """[capacity]: source_rank * (max T * K) + token * K + k, -1 for padding."""
-    row_weight: Tensor
-    """[capacity] fp32: the row's router weight, 0 for padding."""
-    block_expert: Tensor
-    """[capacity / 128]."""
-    expert_offsets: Tensor
-    """[E_local + 1]."""
-    expert_rows: Tensor
-    """[E_local]."""
-    info: Tensor
-    """[3]: rows in use with padding, max T over the ranks, whether any rank evicts rows."""
+class ScheduleTensors(NamedTuple):
+    """The schedule as the kernel writes it: `ops/schedule.py`, on the device, in one allocation."""
+
+    memory: Tensor
+    """[n] int32."""
+    capacity: int
+    """Rows."""
+    experts: int
+    """E_local."""
 
     @staticmethod
     def allocate(workspace: Workspace) -> ScheduleTensors:
         """Uninitialised tensors of the workspace's capacity."""
-        shape = workspace.shape
-        sizes = (shape.capacity_rows // 128, shape.experts_local + 1, shape.experts_local, 3)
-        block_expert, offsets, rows, info = (_empty(workspace, n, dtype=torch.int32) for n in sizes)
-        return ScheduleTensors(
-            _empty(workspace, shape.capacity_rows, dtype=torch.int32),
-            _empty(workspace, shape.capacity_rows, dtype=torch.float32),
-            block_expert,
-            offsets,
-            rows,
-            info,
-        )
+        capacity, experts = workspace.shape.capacity_rows, workspace.shape.experts_local
+        size = _schedule_starts(capacity, experts)[-1]
+        return ScheduleTensors(_empty(workspace, size, dtype=torch.int32), capacity, experts)
 
-    def tensors(self) -> list[Tensor]:
-        """In the order of the C struct."""
-        return [self.row_source, self.row_weight, self.block_expert, self.expert_offsets, self.expert_rows, self.info]
+    @property
+    def row_source(self) -> Tensor:
+        """[capacity]: source_rank * (max T * K) + token * K + k, -1 for padding."""
+        return self._part(0, self.capacity)
+
+    @property
+    def row_weight(self) -> Tensor:
+        """[capacity] fp32: the row's router weight, 0 for padding."""
+        return self._part(1, self.capacity).view(torch.float32)
+
+    @property
+    def block_expert(self) -> Tensor:
+        """[capacity / 128]."""
+        return self._part(2, self.capacity // 128)
+
+    @property
+    def expert_offsets(self) -> Tensor:
+        """[E_local + 1]."""
+        return self._part(3, self.experts + 1)
+
+    @property
+    def expert_rows(self) -> Tensor:
+        """[E_local]."""
+        return self._part(4, self.experts)
+
+    @property
+    def info(self) -> Tensor:
+        """[3]: rows in use with padding, max T over the ranks, whether any rank evicts rows."""
+        return self._part(5, 3)
 
     def struct(self) -> MokSchedule:
         """The C struct."""
-        return MokSchedule(*map(_pointer, self.tensors()))
+        start = self.memory.data_ptr()
+        return MokSchedule(*[start + 4 * place for place in _schedule_starts(self.capacity, self.experts)[:-1]])
+
+    def _part(self, number: int, size: int) -> Tensor:
+        start = _schedule_starts(self.capacity, self.experts)[number]
+        return self.memory[start : start + size]
 
 
-@dataclass(frozen=True)
-class Operands:
+@functools.cache
+def _schedule_starts(capacity: int, experts: int) -> tuple[int, ...]:
+    """Where the tensors of a schedule start, in the order of the C struct, in elements; last: the number of all."""
+    starts = [0]
+    for size in (capacity, capacity, capacity // 128, experts + 1, experts, 3):
+        starts.append(-(-(starts[-1] + size) // ALIGNMENT) * ALIGNMENT)
+    return tuple(starts)
+
+
+class Operands(NamedTuple):
     """What both directions read. Contiguous, on the workspace's device."""
 
     x: Tensor
@@ -85,75 +113,96 @@ class Operands:
     shared_scale: Tensor | None = None
     """[T] fp32."""
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of the fields."""
-        return (
-            self.x,
-            self.topk_ids,
-            self.topk_weights,
-            self.w1,
-            self.w2,
-            self.shared_w1,
-            self.shared_w2,
-            self.shared_scale,
-        )
 
-
-@dataclass(frozen=True)
-class Saved:
-    """What a forward leaves for its backward; tensors only."""
+class Saved(NamedTuple):
+    """What a forward leaves for its backward."""
 
     schedule: ScheduleTensors
     x_rows: Tensor
     """[ring_rows, H] bf16: dispatched tokens of the last macrobatch."""
     gate_up: Tensor
     """[ring_rows, 2I] bf16: their FC1 output, before the activation."""
-    shared_gate_up: Tensor
-    """[T, 2Is] bf16, likewise of the shared expert."""
+    shared_gate_up: Tensor | None
+    """[T, 2Is] bf16, likewise of the shared expert; None without one."""
 
     def tensors(self) -> list[Tensor]:
         """As a flat list, for an operator's results."""
-        return [self.x_rows, self.gate_up, self.shared_gate_up, *self.schedule.tensors()]
+        kept = [self.schedule.memory, self.x_rows, self.gate_up]
+        return kept if self.shared_gate_up is None else [*kept, self.shared_gate_up]
 
     @staticmethod
-    def from_tensors(tensors: list[Tensor]) -> Saved:
+    def from_tensors(workspace: Workspace, tensors: Sequence[Tensor]) -> Saved:
         """The reverse of `tensors`."""
-        x_rows, gate_up, shared_gate_up, *schedule = tensors
-        return Saved(ScheduleTensors(*schedule), x_rows, gate_up, shared_gate_up)
+        shape = workspace.shape
+        memory, x_rows, gate_up, *shared = tensors
+        schedule = ScheduleTensors(memory, shape.capacity_rows, shape.experts_local)
+        return Saved(schedule, x_rows, gate_up, shared[0] if shared else None)
 
 
-class ForwardStep:
-    """The forward of one rank. After `run`: `y` [T, H] bf16, and `saved`. `describe_only` allocates and no more."""
+class _Step:
+    """What both directions share: the launches."""
 
-    def __init__(self, workspace: Workspace, operands: Operands, describe_only: bool = False) -> None:
-        shape, tokens = workspace.shape, operands.x.shape[0]
-        self.workspace, self.operands = workspace, operands
-        self.y = torch.empty_like(operands.x)
-        self.saved = Saved(
-            ScheduleTensors.allocate(workspace),
-            _empty(workspace, shape.ring_rows, shape.hidden),
-            _empty(workspace, shape.ring_rows, 2 * shape.intermediate),
-            _empty(workspace, tokens, 2 * shape.shared_intermediate),
-        )
-        if describe_only:  # operands without memory, while torch traces
-            return
-        kept = self.saved
-        self._struct = MokForward(
-            tokens,
-            *map(_pointer, operands.tensors()),
-            *map(_pointer, (self.y, kept.x_rows, kept.gate_up, kept.shared_gate_up)),
-        )
+    NAMES: tuple[str, str]
+    """The library's functions."""
+
+    workspace: Workspace
+    _schedule: MokSchedule
+    _struct: MokForward | MokBackward
 
     def prepare(self) -> None:
-        """Send routes, stage x, build the schedule."""
-        _enqueue("mok_forward_prepare", self)
+        """The first launch: send routes and stage x, build the schedule; or stage dy."""
+        self._enqueue(self.NAMES[0], self.workspace.launch_stream())
 
     def run(self) -> None:
         """The megakernel."""
-        _enqueue("mok_forward", self)
+        self._enqueue(self.NAMES[1], self.workspace.launch_stream())
+
+    def launch(self) -> None:
+        """Both, one after the other: where no other rank shares the device."""
+        stream = self.workspace.launch_stream()
+        self._enqueue(self.NAMES[0], stream)
+        self._enqueue(self.NAMES[1], stream)
+
+    def _enqueue(self, name: str, stream: int) -> None:
+        enqueue(name, self.workspace.struct, self._schedule, self._struct, stream)
 
 
-class BackwardStep:
+class ForwardStep(_Step):
+    """The forward of one rank. After `run`: `y` [T, H] bf16, and `saved`. `describe_only` allocates and no more."""
+
+    NAMES = ("mok_forward_prepare", "mok_forward")
+
+    def __init__(self, workspace: Workspace, operands: Operands, describe_only: bool = False) -> None:
+        shape, o = workspace.shape, operands
+        tokens = o.x.shape[0]
+        self.workspace, self.operands = workspace, operands
+        self.y = torch.empty_like(o.x)
+        schedule = ScheduleTensors.allocate(workspace)
+        x_rows = _empty(workspace, shape.ring_rows, shape.hidden)
+        gate_up = _empty(workspace, shape.ring_rows, 2 * shape.intermediate)
+        shared = _empty(workspace, tokens, 2 * shape.shared_intermediate) if shape.shared_intermediate else None
+        self.saved = Saved(schedule, x_rows, gate_up, shared)
+        if describe_only:  # operands without memory, while torch traces
+            return
+        self._schedule = schedule.struct()
+        self._struct = MokForward(
+            tokens,
+            o.x.data_ptr(),
+            o.topk_ids.data_ptr(),
+            o.topk_weights.data_ptr(),
+            o.w1.data_ptr(),
+            o.w2.data_ptr(),
+            _pointer(o.shared_w1),
+            _pointer(o.shared_w2),
+            _pointer(o.shared_scale),
+            self.y.data_ptr(),
+            x_rows.data_ptr(),
+            gate_up.data_ptr(),
+            _pointer(shared),
+        )
+
+
+class BackwardStep(_Step):
     """The backward of one rank.
 
     Args:
@@ -168,6 +217,8 @@ class BackwardStep:
     gradients in the order of the targets, None where there was a target or no weight.
     """
 
+    NAMES = ("mok_backward_prepare", "mok_backward")
+
     def __init__(
         self, workspace: Workspace, operands: Operands, saved: Saved, dy: Tensor, targets: Sequence[Tensor | None]
     ) -> None:
@@ -176,28 +227,27 @@ class BackwardStep:
         self.dx = torch.empty_like(o.x)
         self.dtopk_weights = torch.empty_like(o.topk_weights)
         self.dshared_scale = None if o.shared_scale is None else torch.empty_like(o.shared_scale)
-        pairs = list(zip((o.w1, o.w2, o.shared_w1, o.shared_w2), targets, strict=True))
+        pairs = zip((o.w1, o.w2, o.shared_w1, o.shared_w2), targets, strict=True)
         self.fresh = [torch.empty_like(w) if w is not None and target is None else None for w, target in pairs]
+        self._schedule = saved.schedule.struct()
         self._struct = MokBackward(
             o.x.shape[0],
-            *map(_pointer, (dy, o.x, o.topk_ids, o.w1, o.w2, o.shared_w1, o.shared_w2, o.shared_scale)),
-            *map(_pointer, (saved.x_rows, saved.gate_up, saved.shared_gate_up)),
-            *map(_pointer, (self.dx, self.dtopk_weights, self.dshared_scale)),
-            *(_grad(target, fresh) for target, fresh in zip(targets, self.fresh, strict=True)),
+            dy.data_ptr(),
+            o.x.data_ptr(),
+            o.topk_ids.data_ptr(),
+            o.w1.data_ptr(),
+            o.w2.data_ptr(),
+            _pointer(o.shared_w1),
+            _pointer(o.shared_w2),
+            _pointer(o.shared_scale),
+            saved.x_rows.data_ptr(),
+            saved.gate_up.data_ptr(),
+            _pointer(saved.shared_gate_up),
+            self.dx.data_ptr(),
+            self.dtopk_weights.data_ptr(),
+            _pointer(self.dshared_scale),
+            *[_grad(target, fresh) for target, fresh in zip(targets, self.fresh, strict=True)],
         )
-
-    def prepare(self) -> None:
-        """Stage dy."""
-        _enqueue("mok_backward_prepare", self)
-
-    def run(self) -> None:
-        """The megakernel."""
-        _enqueue("mok_backward", self)
-
-
-def _enqueue(name: str, step: ForwardStep | BackwardStep) -> None:
-    stream = step.workspace.launch_stream()
-    enqueue(name, step.workspace.struct, step.saved.schedule.struct(), step._struct, stream)
 
 
 def _grad(target: Tensor | None, fresh: Tensor | None) -> MokGrad:

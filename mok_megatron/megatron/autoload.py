@@ -13,6 +13,7 @@ PATCHED_MODULES = (
     "megatron.core.transformer.transformer_config",
     "megatron.core.transformer.moe.moe_layer",
     "megatron.training.arguments",
+    "megatron.training.training",
 )
 
 _hooked = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ class MokTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Args: tokens [S, B, H], routing_map and probs [S * B, E] of the router. Returns [S * B, H] and [S * B, K]."""
         self.hidden_shape = tokens.shape
-        self.topk_ids, weights = routes_from_map(routing_map, probs, self.config.moe_router_topk)
+        config = self.config
+        drops = config.moe_expert_capacity_factor is not None
+        pads = drops and config.moe_pad_expert_input_to_capacity
+        self.topk_ids, weights = routes_from_map(routing_map, probs, config.moe_router_topk, drops, pads)
         return tokens.reshape(-1, tokens.shape[-1]), weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,26 +51,43 @@ class MokTokenDispatcher(MoETokenDispatcher):
         return hidden_states.view(self.hidden_shape)
 
 
-def routes_from_map(routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+def routes_from_map(
+    routing_map: Tensor, probs: Tensor, topk: int, drops: bool = True, pads: bool = False
+) -> tuple[Tensor, Tensor]:
     """Routes of each token, in the order of expert numbers, -1 where the router dropped one.
+
+    Few operations, because the host enqueues them before every MoE layer: three where every token keeps K routes.
 
     Args:
         routing_map: [T, E] bool, at most `topk` true per row (more only where Megatron pads experts to their
             capacity, and those have probability 0).
         probs: [T, E] router probabilities; gradients flow back through the result.
         topk: K.
+        drops: rows may have fewer than K routes.
+        pads: rows may have more than K routes, of which the K most probable are meant.
 
     Returns:
-        topk_ids [T, K] int64 and topk_weights [T, K] fp32, 0 where there is no route.
+        topk_ids [T, K] int32 and topk_weights [T, K] fp32, 0 where there is no route.
     """
+    experts = routing_map.shape[1]
     with torch.no_grad():
-        experts = routing_map.shape[1]
-        # Chosen experts rank by probability in [0, 1], the others below them.
-        rank = torch.where(routing_map, probs.detach().float(), -1.0)
-        best = rank.topk(topk, dim=1)
-        # Unused places sort behind every expert, then become -1.
-        ids = torch.where(best.values >= 0, best.indices, experts).sort(dim=1).values
-        missing = ids == experts
-        gather = ids.masked_fill(missing, 0)
-    weights = probs.gather(1, gather).float().masked_fill(missing, 0.0)
-    return ids.masked_fill(missing, -1), weights
+        if pads:
+            # Chosen experts rank by probability in [0, 1], the others below them.
+            best = torch.where(routing_map, probs.detach().float(), -1.0).topk(topk, dim=1).indices
+            routing_map = routing_map & torch.zeros_like(routing_map).scatter(1, best, True)
+        numbers, nobody = _expert_numbers(experts, routing_map.device)
+        # The numbers of the chosen experts are the smallest of their row; those of the others are all E.
+        chosen = torch.where(routing_map, numbers, nobody).topk(topk, dim=1, largest=False, sorted=True)
+    weights = probs.gather(1, chosen.indices).float()
+    if not (drops or pads):
+        return chosen.values, weights
+    missing = chosen.values == experts
+    return chosen.values.masked_fill(missing, -1), weights.masked_fill(missing, 0.0)
+
+
+@functools.cache
+def _expert_numbers(experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """0 .. E - 1, and E alone, in int32."""
+    with torch.inference_mode(False):
+        numbers = torch.arange(experts + 1, dtype=torch.int32, device=device)
+    return numbers[:experts], numbers[experts:]

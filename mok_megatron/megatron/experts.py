@@ -21,6 +21,7 @@ from mok_megatron.formats import CACHE
 from mok_megatron.megakernel import check_errors
 from mok_megatron.megatron.validate import mok_config
 from mok_megatron.ops import SharedExpert, mok_moe
+from mok_megatron.ops.backend import Observer
 
 
 class MokExperts(MegatronModule):
@@ -55,6 +56,7 @@ class MokExperts(MegatronModule):
         topk_weights: Tensor,
         shared: SharedExpert | None = None,
         bf16: bool = False,
+        observer: Observer | None = None,
     ) -> Tensor:
         """The whole layer after routing, peers' tokens included; shapes as in `mok_moe`. `bf16`: not in FP8.
 
@@ -75,6 +77,7 @@ class MokExperts(MegatronModule):
             group=self.ep_group if get_pg_size(self.ep_group) > 1 else None,
             config=dataclasses.replace(self.mok, format="bf16") if bf16 else self.mok,
             shared=shared,
+            observer=observer,
         )
 
     def backward_dw(self) -> None:

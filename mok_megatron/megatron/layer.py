@@ -17,6 +17,7 @@ from torch import Tensor
 from mok_megatron.megatron.dispatcher import MokTokenDispatcher
 from mok_megatron.megatron.experts import MokExperts
 from mok_megatron.megatron.fp8 import is_bf16_layer
+from mok_megatron.megatron.metrics import LayerRecord, logs_layers
 from mok_megatron.ops import SharedExpert
 
 
@@ -44,6 +45,7 @@ class MokMoELayer(MoELayer):
         self._is_mtp_layer = is_mtp_layer
         self.fuse_shared_expert = self._fuses_shared_expert()
         self._shared: SharedExpert | None = None
+        self._record: LayerRecord | None = None
 
     def _fuses_shared_expert(self) -> bool:
         config = self.config
@@ -70,7 +72,10 @@ class MokMoELayer(MoELayer):
         """Args: hidden_states [T, H], probs [T, K]. Returns [T, H], combined already."""
         shared, self._shared = self._shared, None
         bf16 = is_bf16_layer(self.config, self.layer_number, self._is_mtp_layer)
-        return self.experts(hidden_states, self.token_dispatcher.topk_ids, probs, shared, bf16), None
+        if self._record is None and logs_layers():
+            number = self.layer_number + (self.config.num_layers if self._is_mtp_layer else 0)
+            self._record = LayerRecord(number, self.experts.ep_group)
+        return self.experts(hidden_states, self.token_dispatcher.topk_ids, probs, shared, bf16, self._record), None
 
 
 def shared_expert_operands(module: SharedExpertMLP, hidden_states: Tensor) -> SharedExpert:

@@ -91,9 +91,40 @@ def _add_mok_flags(module: Any) -> None:
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:
-        return add_flags(original(parser))
+        parser = add_flags(original(parser))
+        parser.add_argument_group("mok logging").add_argument(
+            "--log-mok",
+            action="store_true",
+            help="At each log interval, write rows a rank, imbalance, evicted rows and kernel times of every fused MoE "
+            "layer to TensorBoard and W&B, and their sums to the log.",
+        )
+        return parser
 
     module.add_megatron_arguments = add_megatron_arguments
+
+
+def _log_layers(module: Any) -> None:
+    original = module.training_log
+
+    @functools.wraps(original)
+    def training_log(
+        loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args: Any, **kw: Any
+    ) -> Any:
+        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kw)
+        settings = module.get_args()
+        if settings.moe_token_dispatcher_type == DISPATCHER:
+            from mok_megatron.megakernel import check_errors
+
+            check_errors()
+            if settings.log_mok and (iteration % settings.log_interval == 0 or kw.get("is_first_iteration", False)):
+                from mok_megatron.megatron import metrics
+
+                line = metrics.report(settings, iteration, module.get_tensorboard_writer(), module.get_wandb_writer())
+                if line is not None:
+                    module.print_rank_last(line)
+        return result
+
+    module.training_log = training_log
 
 
 PATCHES = (
@@ -118,8 +149,14 @@ PATCHES = (
     Patch(
         "megatron.training.arguments",
         "add_megatron_arguments",
-        "Adds the --mok-* flags.",
+        "Adds the --mok-* flags and --log-mok.",
         _add_mok_flags,
+    ),
+    Patch(
+        "megatron.training.training",
+        "training_log",
+        "Raises what a replayed CUDA graph's kernels recorded, and writes what --log-mok asks for.",
+        _log_layers,
     ),
 )
 """Checked against Megatron Core 0.19.2; `mok_megatron.versions.MEGATRON_CORE` is the supported range."""

@@ -46,7 +46,7 @@ def prepare_config(config: Any) -> None:
         _check_experts(config, problems)
         _check_schedule_of_layer(config, problems)
         _check_precision(config, mok, problems)
-    _check_training_arguments(_megatron_args(), problems)
+    _check_training_arguments(megatron_args(), problems)
     problems.raise_if_any(MokConfigError, TITLE)
     if config.moe_shared_expert_overlap:
         # What the flag asks for happens anyway: the shared expert's tiles run while the first tokens arrive.
@@ -62,7 +62,7 @@ def mok_config(config: Any) -> MokConfig:
         MokConfigError: settings that cannot work, or a tuned file that cannot be read.
     """
     explicit = getattr(config, "mok", None)
-    args = _megatron_args()
+    args = megatron_args()
     if explicit is not None:
         return with_format(explicit, config, args)
     mok = _tuned(MokConfig() if args is None else config_from_args(args), config, args)
@@ -122,7 +122,7 @@ def _settings(config: Any, problems: Problems) -> MokConfig | None:
     return None
 
 
-def _megatron_args() -> argparse.Namespace | None:
+def megatron_args() -> argparse.Namespace | None:
     """Megatron-LM's parsed arguments, where its training framework runs."""
     module = sys.modules.get("megatron.training.global_vars")
     return None if module is None else module._GLOBAL_ARGS
@@ -202,7 +202,7 @@ def _check_schedule_of_layer(config: Any, problems: Problems) -> None:
 def _check_precision(config: Any, mok: MokConfig | None, problems: Problems) -> None:
     fp4 = getattr(config, "fp4", None)
     problems.require(not fp4, f"--fp4-format is {fp4}", "the fused layer computes in bf16 or FP8; leave it out")
-    check_fp8(config, mok, _megatron_args(), problems)
+    check_fp8(config, mok, megatron_args(), problems)
     if mok is None or mok.backend == "reference" or not torch.cuda.is_available():
         return
     problems.require(

@@ -53,6 +53,8 @@ class MoeInputs:
     @property
     def device(self) -> torch.device:
         """Where the operands are; where they differ, or are no tensors, that of the first that is one."""
+        if isinstance(self.x, Tensor):
+            return self.x.device
         tensors = (value for value in _operands(self).values() if isinstance(value, Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
@@ -115,10 +117,13 @@ def check_arguments(config: object, group: object, shared: object) -> None:
     Raises:
         MokInputError: listing what is not of its type.
     """
+    known_group = group is None or isinstance(group, dist.ProcessGroup)
+    if isinstance(config, MokConfig) and known_group and (shared is None or isinstance(shared, SharedExpert)):
+        return
     problems = Problems()
     problems.require(isinstance(config, MokConfig), f"config is a {type(config).__name__}", "give a MokConfig or None")
     problems.require(
-        group is None or isinstance(group, dist.ProcessGroup),
+        known_group,
         f"group is a {type(group).__name__}",
         "give the expert-parallel group that this rank is in, or None for EP 1",
     )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok_megatron.config import MokConfig
-from mok_megatron.ops.backend import Backend, select_backend
+from mok_megatron.ops.backend import Backend, Observer, select_backend
 from mok_megatron.ops.inputs import MoeInputs, SharedExpert, check_arguments
 from mok_megatron.ops.main_grad import autograd_result
 
@@ -24,6 +24,7 @@ def mok_moe(
     config: MokConfig | None = None,
     shared: SharedExpert | tuple[Tensor, Tensor] | None = None,
     into_main_grad: bool = True,
+    observer: Observer | None = None,
 ) -> Tensor:
     """Dispatch, expert products with SwiGLU, and combine.
 
@@ -43,6 +44,7 @@ def mok_moe(
             tuple: (ws1 [2Is, H], ws2 [H, Is]).
         into_main_grad: add weight gradients to a weight's `main_grad`, where it has one (Megatron's gradient
             accumulation fusion), instead of returning them.
+        observer: is told when each direction is enqueued, and what it computes.
 
     Returns:
         y [T, H] in x's dtype. Gradients flow to x, topk_weights, w1, w2 and the shared expert's tensors.
@@ -59,7 +61,9 @@ def mok_moe(
     call = MoeInputs(x, topk_ids, topk_weights, w1, w2, shared, group, config)
     backend = select_backend(config, call.device)
     shared_tensors = (None, None, None) if shared is None else (shared.w1, shared.w2, shared.scale)
-    return _MokMoe.apply(backend, config, group, into_main_grad, topk_ids, x, topk_weights, w1, w2, *shared_tensors)
+    return _MokMoe.apply(
+        backend, config, group, into_main_grad, observer, topk_ids, x, topk_weights, w1, w2, *shared_tensors
+    )
 
 
 def _shared_expert(w1: Tensor | None, w2: Tensor | None, scale: Tensor | None) -> SharedExpert | None:
@@ -75,6 +79,7 @@ class _MokMoe(torch.autograd.Function):
         config: MokConfig,
         group: dist.ProcessGroup | None,
         into_main_grad: bool,
+        observer: Observer | None,
         topk_ids: Tensor,
         x: Tensor,
         topk_weights: Tensor,
@@ -86,8 +91,13 @@ class _MokMoe(torch.autograd.Function):
     ) -> Tensor:
         shared = _shared_expert(shared_w1, shared_w2, shared_scale)
         call = MoeInputs(x, topk_ids, topk_weights, w1, w2, shared, group, config)
+        if observer is not None:
+            observer.before("forward")
         y, ctx.saved = backend.forward(call)
+        if observer is not None:
+            observer.after("forward", backend.routing(call, ctx.saved))
         ctx.backend, ctx.config, ctx.group, ctx.into_main_grad = backend, config, group, into_main_grad
+        ctx.observer = observer
         # save_for_backward and not attributes: autograd then notices tensors that were changed in place.
         ctx.save_for_backward(x, topk_ids, topk_weights, w1, w2, shared_w1, shared_w2, shared_scale)
         # main_grad lives on the Parameter objects, which saved tensors do not always give back as themselves.
@@ -107,9 +117,13 @@ class _MokMoe(torch.autograd.Function):
         shared = _shared_expert(shared_w1, shared_w2, shared_scale)
         call = MoeInputs(x, topk_ids, topk_weights, w1, w2, shared, ctx.group, ctx.config)
         saved, ctx.saved = ctx.saved, None
+        if ctx.observer is not None:
+            ctx.observer.before("backward")
         grads = ctx.backend.backward(call, saved, dy.contiguous(), ctx.into_main_grad)
+        if ctx.observer is not None:
+            ctx.observer.after("backward", None)
         by_weight = [grads.w1, grads.w2, grads.shared_w1, grads.shared_w2]
         if ctx.into_main_grad:
             pairs = zip(ctx.weights, by_weight, strict=True)
             by_weight = [None if w is None else autograd_result(w, g) for w, g in pairs]
-        return (None, None, None, None, None, grads.x, grads.topk_weights, *by_weight, grads.shared_scale)
+        return (None, None, None, None, None, None, grads.x, grads.topk_weights, *by_weight, grads.shared_scale)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mok_megatron.config import TILE_ROWS
+from mok_megatron.ops.backend import Routing
 from mok_megatron.ops.inputs import MoeGradients, MoeInputs, SharedExpert
 from mok_megatron.ops.main_grad import store_gradient
 from mok_megatron.ops.schedule import Schedule
@@ -67,6 +68,11 @@ class ReferenceBackend:
             shared_y, shared_gate_up = _shared_forward(call.x, call.shared)
             y = y + wide(shared_y) * _scale(call.shared, call.x).unsqueeze(-1)
         return y.to(call.x.dtype), Saved(schedules, agreement.macrobatch_rows, products, last, shared_gate_up)
+
+    def routing(self, call: MoeInputs, saved: Saved) -> Routing:
+        """What the forward found."""
+        mine = saved.schedules[call.ep_rank]
+        return Routing(mine.rows_per_expert, mine.expert_offsets[-1], saved.macrobatch_rows)
 
     def backward(self, call: MoeInputs, saved: Saved, dy: Tensor, into_main_grad: bool) -> MoeGradients:
         """Gradients for dy [T, H]; activations of all macrobatches but the last are computed again."""

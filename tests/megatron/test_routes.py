@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mok_megatron.megatron.dispatcher import routes_from_map
 
@@ -39,7 +42,7 @@ def test_against_naive(routing: tuple[Tensor, Tensor, int]) -> None:
     routing_map, probs, topk = routing
     probs.requires_grad_()
     ids, weights = routes_from_map(routing_map, probs, topk)
-    assert ids.dtype == torch.int64 and weights.dtype == torch.float32
+    assert ids.dtype == torch.int32 and weights.dtype == torch.float32
     assert (ids.tolist(), weights.tolist()) == naive(routing_map, probs.detach(), topk)
     # Each route's gradient reaches its own probability, and nothing else.
     weights.backward(torch.ones_like(weights))
@@ -54,7 +57,7 @@ def test_padding_to_capacity_keeps_the_real_routes(routing: tuple[Tensor, Tensor
     for token in range(padded.shape[0]):
         for expert in data.draw(st.sets(st.integers(0, padded.shape[1] - 1))):
             padded[token, expert] = True
-    ids, weights = routes_from_map(padded, probs, topk)
+    ids, weights = routes_from_map(padded, probs, topk, pads=True)
     dense = torch.zeros_like(probs)
     for token, (experts, values) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
         real = [expert for expert in experts if expert >= 0]
@@ -63,6 +66,30 @@ def test_padding_to_capacity_keeps_the_real_routes(routing: tuple[Tensor, Tensor
             if expert >= 0:
                 dense[token, expert] = value
     assert torch.equal(dense, probs)
+
+
+def test_three_operations_where_every_token_keeps_its_routes() -> None:
+    """The same routes, and nothing that the host need not enqueue."""
+    scores = torch.rand(9, 6, generator=torch.Generator().manual_seed(0))
+    chosen = torch.zeros(9, 6, dtype=torch.bool).scatter(1, scores.topk(3, dim=1).indices, True)
+    probs = (scores * chosen).requires_grad_()
+    expected = routes_from_map(chosen, probs, 3)
+    with Operations() as seen:
+        found = routes_from_map(chosen, probs, 3, drops=False)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert seen.names == ["where", "topk", "gather"]
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def test_rounds_nothing_but_fp64() -> None:

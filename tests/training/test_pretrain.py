@@ -54,9 +54,10 @@ def test_pretrain_saves_under_mok_and_continues_under_alltoall(tmp_path):
     write_indexed_dataset(standard_library_text()[:20], tmp_path / "text")
     flags = ["--data-path", str(tmp_path / "text"), "--split", "1,0,0", "--train-iters", "4", "--save-interval", "2"]
     flags += ["--data-cache-path", str(tmp_path / "cache")]
-    mok = launch(*flags, "--moe-token-dispatcher-type", "mok", "--save", str(tmp_path / "saved"))
+    mok = launch(*flags, "--moe-token-dispatcher-type", "mok", "--log-mok", "--save", str(tmp_path / "saved"))
     assert mok.returncode == 0, mok.stdout[-3000:] + mok.stderr[-3000:]
     uninterrupted = losses(mok)
+    assert mok.stdout.count("mok of the last microbatch | largest imbalance: ") == 4
     assert list(uninterrupted) == [1, 2, 3, 4] and uninterrupted[4] < uninterrupted[1]
 
     flags += ["--moe-token-dispatcher-type", "alltoall", "--load", str(tmp_path / "saved"), "--ckpt-step", "2"]
