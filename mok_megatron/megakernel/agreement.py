@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mok_megatron.errors import MokBackendError, MokTimeoutError
+from mok_megatron.errors import MokBackendError, MokInputError, MokTimeoutError
 from mok_megatron.topology.check import rank_list
 
 
@@ -26,6 +26,7 @@ def exchange(group: dist.ProcessGroup, mine: Any, purpose: str, timeout_s: float
 
     Raises:
         MokTimeoutError: naming the ranks that did not come.
+        MokInputError: a rank came for another purpose.
         MokBackendError: the store is gone, most likely with the rank that hosted it.
     """
     rank, ranks = group.rank(), range(group.size())
@@ -34,7 +35,7 @@ def exchange(group: dist.ProcessGroup, mine: Any, purpose: str, timeout_s: float
         # Counted in the store, not here: a store may outlive the group, and then holds what an earlier one wrote.
         number = store.add(f"mok/count/{rank}", 1)
         keys = [f"mok/{number}/{r}" for r in ranks]
-        store.set(keys[rank], json.dumps(mine))
+        store.set(keys[rank], json.dumps([purpose, mine]))
         try:
             store.wait(keys, timedelta(seconds=timeout_s))
         except dist.DistNetworkError:
@@ -47,12 +48,19 @@ def exchange(group: dist.ProcessGroup, mine: Any, purpose: str, timeout_s: float
                 "If a rank is only slow (the first call on a machine may compile the kernels: mok-megatron build does "
                 "it ahead of time), raise --mok-timeout-s or MOK_TIMEOUT_S"
             ) from error
-        return [json.loads(store.get(key)) for key in keys]
+        answers = [json.loads(store.get(key)) for key in keys]
     except dist.DistNetworkError as error:
         raise MokBackendError(
             f"rank {rank} of the expert-parallel group waited for the others {purpose}, and lost the store of its "
             f"process group ({_first_line(error)}): the process that hosts the store, usually rank 0, has ended"
         ) from error
+    others = [f"rank {r} has come {there}" for r, (there, _) in zip(ranks, answers, strict=True) if there != purpose]
+    if others:
+        raise MokInputError(
+            f"rank {rank} of the expert-parallel group has come {purpose}, but {', '.join(others)}: they have not made "
+            "the same calls, as after an error that only some of them have caught; make a new process group"
+        )
+    return [value for _, value in answers]
 
 
 def _first_line(error: Exception) -> str:

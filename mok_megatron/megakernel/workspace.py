@@ -79,7 +79,9 @@ class Workspace:
         """
         stream = torch.cuda.current_stream(self.device)
         last = _last_stream.get(self.device)
-        if last != stream and not self._side_by_side and not torch.cuda.is_current_stream_capturing():
+        # By handles: torch's streams say of None neither that it is equal nor that it is not.
+        other = last is None or last.cuda_stream != stream.cuda_stream
+        if other and not self._side_by_side and not torch.cuda.is_current_stream_capturing():
             if last is not None:
                 stream.wait_stream(last)
             _last_stream[self.device] = stream

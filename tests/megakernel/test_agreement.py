@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from mok_megatron.errors import MokTimeoutError
+from mok_megatron.errors import MokInputError, MokTimeoutError
 from mok_megatron.megakernel import workspace
 from mok_megatron.megakernel.agreement import exchange
 from mok_megatron.megakernel.binding import MokError as Record
@@ -29,16 +29,26 @@ def agree(rank: int) -> tuple:
             exchange(dist.group.WORLD, rank, "to come", 1.0)
         except MokTimeoutError as error:
             missing = str(error)
-    return world, part, missing, time.monotonic() - begin
+    seconds = time.monotonic() - begin
+    time.sleep(2 if rank == 1 else 0)
+    # Rank 1 is one exchange behind now: nobody takes an answer to another question for one to theirs.
+    mixed = ""
+    try:
+        exchange(dist.group.WORLD, rank, "to go on", 1.0)
+    except (MokInputError, MokTimeoutError) as error:
+        mixed = str(error)
+    return world, part, missing, seconds, mixed
 
 
 def test_ranks_agree_or_name_the_one_that_does_not_come():
-    for rank, (world, part, missing, seconds) in enumerate(run_on_ranks(3, agree)):
+    for rank, (world, part, missing, seconds, mixed) in enumerate(run_on_ranks(3, agree)):
         assert world == [[[r, step] for r in range(3)] for step in (0, 1)]
         assert part == (None if rank == 0 else [{"rank": 1}, {"rank": 2}])
         if rank != 1:
             assert missing.startswith(f"rank {rank} of the expert-parallel group waited 1 s for rank 1 to come.")
             assert 0.9 < seconds < 10
+        else:
+            assert "rank 0 has come to come, rank 2 has come to come" in mixed and "new process group" in mixed
 
 
 def noted(code: int = PEER_FAILED) -> workspace._Notes:
@@ -68,3 +78,32 @@ def test_a_forked_child_tells_nothing_and_leaves_the_device_alone(monkeypatch, c
     notes.pid = os.getpid() + 1
     workspace._end(notes, memory, torch.device("cuda", 0))
     assert memory and notes.untold() is None and capsys.readouterr().err == ""
+
+
+class Stream:
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream, self.waited_for = handle, []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other.cuda_stream)
+
+
+def test_launches_follow_one_another_whatever_their_streams(monkeypatch):
+    streams, capturing = [Stream(1), Stream(2)], False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(workspace, "_last_stream", {})
+
+    def launch(number: int, side_by_side: bool = False) -> list[int]:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[number])
+        space = object.__new__(workspace.Workspace)  # without its buffers
+        space.device, space._side_by_side = torch.device("cuda", 0), side_by_side
+        assert space.launch_stream() == streams[number].cuda_stream
+        waited, streams[number].waited_for = streams[number].waited_for, []
+        return waited
+
+    assert [launch(n) for n in (0, 0, 1, 1, 0)] == [[], [], [1], [], [2]]
+    assert launch(1, side_by_side=True) == []
+    capturing = True
+    assert launch(1) == []
+    capturing = False
+    assert launch(1) == [1]
