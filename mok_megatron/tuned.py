@@ -89,6 +89,8 @@ class TunedFile:
 
     gpu: str
     ep: int
+    format: str
+    """Of the products: `MokConfig.format`."""
     shape: TunedShape
     settings: TunedSettings
     measured: Measured
@@ -115,7 +117,7 @@ def gpu_name() -> str | None:
     """Name of this process's GPU; None without one."""
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.device_count() else None
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def load(path: Path) -> TunedFile:
@@ -124,7 +126,9 @@ def load(path: Path) -> TunedFile:
 
 
 @functools.cache
-def find(gpu: str, ep: int, layer: tuple[int, ...], tokens: int | None, places: tuple[Path, ...]) -> Path | None:
+def find(
+    gpu: str, ep: int, format: str, layer: tuple[int, ...], tokens: int | None, places: tuple[Path, ...]
+) -> Path | None:
     """The file for a layer, from the first folder of `places` that has one; of several, that of the nearest T.
 
     Raises:
@@ -134,7 +138,7 @@ def find(gpu: str, ep: int, layer: tuple[int, ...], tokens: int | None, places: 
         fitting = []
         for path in sorted((place / folder_name(gpu)).glob(f"*-ep{ep}.yaml")):
             found = load(path)
-            if (found.gpu, found.ep, found.shape.layer) == (gpu, ep, layer):
+            if (found.gpu, found.ep, found.format, found.shape.layer) == (gpu, ep, format, layer):
                 fitting.append((abs(found.shape.tokens - (tokens or found.shape.tokens)), path))
         if fitting:
             return min(fitting)[1]
@@ -159,7 +163,7 @@ def apply(
     gpu = gpu_name()
     if gpu is None or config.backend == "reference":
         return config, None
-    path = find(gpu, ep, layer, tokens, tuple(folders()))
+    path = find(gpu, ep, config.format, layer, tokens, tuple(folders()))
     if path is None:
         return config, None
     found = load(path)

@@ -288,12 +288,15 @@ def _trace(layer: layers.MokLayer, problem: Problem, group: dist.ProcessGroup | 
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = trace_run.record(layer, problem, group, f"rank {rank}: {problem.shape}")
+    kernels = trace_run.kernel_times(layer, problem, group)
     traces: list[dict[str, trace.Trace]] = [mine] * ranks
     dist.all_gather_object(traces, mine)
     if rank == 0:
         for one in (one for of_rank in traces for one in of_rank.values()):
             print(trace.text(one))
+        print(trace.kernels_text(kernels))
         about = {"shape": asdict(problem.shape), "ranks": ranks, "settings": asdict(layer.config)}
+        about["kernels_us"] = kernels
         name = str(problem.shape).replace(", ", "-").replace(" ", "")
         name += "" if layer.config.format == "bf16" else f"-{layer.config.format}"
         for path in trace.write(traces, folder / name, about):

@@ -108,6 +108,12 @@ def text(trace: Trace) -> str:
     return "\n".join(lines)
 
 
+def kernels_text(kernels: Mapping[str, Mapping[str, float]]) -> str:
+    """Microseconds of each kernel (`trace_run.kernel_times`) as a line."""
+    parts = [f"{d} {name} {us:.0f}" for d, of in kernels.items() for name, us in of.items()]
+    return f"rank 0, kernels in a row of calls, us: {', '.join(parts)}"
+
+
 def chrome(traces: Mapping[str, Trace], about: Mapping[str, Any]) -> dict[str, Any]:
     """A Chrome trace (chrome://tracing, ui.perfetto.dev): a process a trace, a thread a CTA, microseconds.
 

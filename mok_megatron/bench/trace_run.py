@@ -1,6 +1,7 @@
-"""Records a forward and a backward of the megakernel, tile by tile."""
+"""Records a forward and a backward of the megakernel, tile by tile, and how long its kernels take in a row of calls."""
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ from mok_megatron.bench.problem import Problem
 from mok_megatron.bench.trace import TILE, Trace
 
 TILES_A_CTA = 4096  # more than any layer of the model descriptions gives one CTA; later ones are not recorded
+
+
+PROFILED_CALLS = 6
+DIRECTIONS = ("forward", "backward")
 
 
 def record(layer: MokLayer, problem: Problem, group: dist.ProcessGroup | None, title: str) -> dict[str, Trace]:
@@ -48,3 +53,42 @@ def record(layer: MokLayer, problem: Problem, group: dist.ProcessGroup | None, t
         torch.cuda.synchronize()  # a launch may still write into the buffer
         for workspace in workspaces:
             workspace.struct.trace, workspace.struct.trace_tiles = None, 0
+
+
+def kernel_times(layer: MokLayer, problem: Problem, group: dist.ProcessGroup | None) -> dict[str, dict[str, float]]:
+    """Microseconds of the two kernels of each direction, medians over calls as `measure` makes them:
+    {"forward": {"prepare": .., "megakernel": ..}, "backward": ..}. Every rank of the group takes part.
+
+    RuntimeError if the profiler reports no such kernels.
+    """
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
+        for _ in range(PROFILED_CALLS):
+            x, topk_weights = leaves(problem)
+            layer.clear_gradients()
+            meet(problem.x.device, group)
+            layer(x, topk_weights).backward(problem.dy)
+        torch.cuda.synchronize()
+    return medians((event.time_range.start, event.name, event.time_range.elapsed_us()) for event in profile.events())
+
+
+def medians(kernels: Iterable[tuple[float, str, float]]) -> dict[str, dict[str, float]]:
+    """The result of `kernel_times`, from (start, name, microseconds) of everything that ran on the device.
+
+    A prepare kernel belongs to the megakernel that follows it.
+    """
+    times: dict[str, dict[str, list[float]]] = {name: {"prepare": [], "megakernel": []} for name in DIRECTIONS}
+    prepared = None
+    for _, name, length in sorted(kernels):
+        if "prepare_kernel" in name:
+            prepared = length
+        elif "megakernel" in name:
+            if prepared is None:
+                raise RuntimeError(f"the profile has no prepare_kernel before {name}")
+            of = times["forward" if "Forward" in name else "backward"]
+            of["prepare"].append(prepared)
+            of["megakernel"].append(length)
+            prepared = None
+    if not all(of["megakernel"] for of in times.values()):
+        raise RuntimeError("the profile has no megakernel of each direction")
+    return {direction: {part: statistics.median(of[part]) for part in of} for direction, of in times.items()}

@@ -31,7 +31,7 @@ MOK_FLAGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mok_megatron.bench.command import add_shape_arguments
+    from mok_megatron.bench.command import FORMATS, add_shape_arguments
     from mok_megatron.tune.points import COMM_SMS, MINIBATCHES
     from mok_megatron.tune.search import ITERATIONS
 
@@ -56,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--plot", type=Path, help="folder of the picture and the record (default: runs/tune)")
     for flag, text in MOK_FLAGS.items():
         parser.add_argument(flag, type=int, help=text)
+    parser.add_argument(
+        "--format", dest="mok_format", choices=FORMATS, help="of the products (default bf16), as --formats of bench"
+    )
 
 
 def _words(numbers: tuple[int, ...]) -> str:

@@ -81,6 +81,7 @@ def tuned_file(
     return TunedFile(
         gpu=gpu,
         ep=ep,
+        format=config.format,
         shape=TunedShape(**dataclasses.asdict(shape)),
         settings=TunedSettings(
             config.minibatch_size, config.fwd_comm_sms, config.bwd_comm_sms, config.macrobatch_size
@@ -103,8 +104,9 @@ def _rounded(times: Milliseconds) -> Milliseconds:
 
 
 def write_tuned(content: TunedFile, folder: Path, name: str) -> Path:
-    """Writes ``<folder>/<gpu>/<name>-ep<EP>.yaml``, and reads it back."""
-    path = folder / folder_name(content.gpu) / f"{name}-ep{content.ep}.yaml"
+    """Writes ``<folder>/<gpu>/<name>-ep<EP>.yaml`` (``<name>-<format>-...`` if that is not bf16), and reads it back."""
+    kind = "" if content.format == "bf16" else f"-{content.format}"
+    path = folder / folder_name(content.gpu) / f"{name}{kind}-ep{content.ep}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     head = "# Written by `mok-megatron tune`; times in milliseconds. The plugin takes it by itself: docs/tools.md.\n"
     path.write_text(head + yaml.safe_dump(dataclasses.asdict(content), sort_keys=False, width=110))

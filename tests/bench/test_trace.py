@@ -84,16 +84,40 @@ def test_files(tmp_path: Path) -> None:
     assert waits == [1.0, 0.0]
 
 
+FORWARD, BACKWARD = "void mok::megakernel<mok::ForwardProgram>", "void mok::megakernel<mok::BackwardProgram>"
+PREPARE = "mok::prepare_kernel"
+CALL = [(PREPARE, 60.0), (FORWARD, 2000.0), ("other", 7.0), (PREPARE, 40.0), (BACKWARD, 4000.0)]
+
+
+def test_kernels_are_told_apart_by_what_follows() -> None:
+    from mok_megatron.bench.trace_run import medians
+
+    later = [(name, 3 * length) for name, length in CALL]
+    found = medians((start, *kernel) for start, kernel in reversed(list(enumerate([*CALL, *CALL, *later]))))
+    assert found == {
+        "forward": {"prepare": 60.0, "megakernel": 2000.0},
+        "backward": {"prepare": 40.0, "megakernel": 4000.0},
+    }
+    line = "rank 0, kernels in a row of calls, us: forward prepare 60, forward megakernel 2000, backward prepare 40"
+    assert trace.kernels_text(found).startswith(line)
+    for kernels in ([], CALL[:3], CALL[1:]):
+        with pytest.raises(RuntimeError, match="the profile has no"):
+            medians((start, *kernel) for start, kernel in enumerate(kernels))
+
+
 @pytest.mark.gpu
 def test_a_launch_is_recorded() -> None:
     import torch
 
     from mok_megatron.bench.layers import MokLayer
     from mok_megatron.bench.problem import Shape, make_problem
+    from mok_megatron.bench.trace_run import kernel_times
     from mok_megatron.bench.trace_run import record as record_launch
     from mok_megatron.config import MokConfig
 
     problem = make_problem(Shape(512, 256, 128, 8, 2, 64), 0, 1, torch.device("cuda"), torch.bfloat16)
-    traces = record_launch(MokLayer(problem, None, MokConfig()), problem, None, "test")
+    layer = MokLayer(problem, None, MokConfig())
+    traces = record_launch(layer, problem, None, "test")
     assert {"FC1", "FC2"} <= set(trace.by_kind(traces["forward"]))
     assert {"dHidden", "dX", "dW1", "dW2"} <= set(trace.by_kind(traces["backward"]))
+    assert all(us > 0 for of in kernel_times(layer, problem, None).values() for us in of.values())

@@ -22,6 +22,7 @@ SHAPE = TunedShape(tokens=4096, hidden=128, intermediate=64, experts=8, topk=2, 
 FILE = TunedFile(
     GPU,
     2,
+    "bf16",
     SHAPE,
     TunedSettings(minibatch_size=2048, fwd_comm_sms=4, bwd_comm_sms=0, macrobatch_size=4096),
     Measured("2026-11-30", "tune", "abc", {"torch": "2.11.0"}, 0.0, 9, Milliseconds(2.0, 4.0), Milliseconds(1.9, 4.0)),
@@ -67,6 +68,7 @@ def test_without_a_gpu_on_the_reference_or_switched_off_nothing_is_taken(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert apply(backend="reference") == (MokConfig(backend="reference"), None)
+    assert apply(format="mxfp8") == (MokConfig(format="mxfp8"), None)
     monkeypatch.setattr(tuned, "gpu_name", lambda: "NVIDIA B200")
     assert apply() == (MokConfig(), None)
     monkeypatch.setattr(tuned, "gpu_name", lambda: None)
@@ -103,8 +105,9 @@ def test_of_several_the_nearest_tokens_are_taken(folder: Path) -> None:
 def test_the_users_folder_comes_before_the_packages(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     package = tmp_path_factory.mktemp("package")
     write_tuned(dataclasses.replace(FILE, settings=TunedSettings(128, 0, 0)), package, "small")
-    assert tuned.find(GPU, 2, SHAPE.layer, 4096, (folder, package)) == folder / "h200" / "small-ep2.yaml"
-    assert tuned.find(GPU, 2, SHAPE.layer, 4096, (folder / "none", package)) == package / "h200" / "small-ep2.yaml"
+    name = Path("h200", "small-ep2.yaml")
+    assert tuned.find(GPU, 2, "bf16", SHAPE.layer, 4096, (folder, package)) == folder / name
+    assert tuned.find(GPU, 2, "bf16", SHAPE.layer, 4096, (folder / "none", package)) == package / name
 
 
 def test_settings_that_do_not_go_with_the_flags_name_both(folder: Path) -> None:
