@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mok_megatron.config import MokConfig
-from mok_megatron.megakernel import release_workspaces
+from mok_megatron.megakernel import check_errors, release_workspaces
 from mok_megatron.ops import mok_moe
 
 
@@ -225,14 +225,14 @@ def data_loaders(r: Rank) -> None:
 
 def group_destroyed(r: Rank) -> None:
     """A group and its workspace go while launches are under way."""
-    layer = Layer(r.rank, dist.new_group([0, 1]), tokens=6000, seed=4)
+    layer = Layer(r.rank, dist.new_group([0, 1]), tokens=6000, seed=4, max_tokens=6000)
     layer.step()
     _leave_under_way(layer, layer.group)
 
 
 def world_destroyed(r: Rank) -> None:
     """Likewise, of all groups."""
-    layer = r.layer(tokens=6000, seed=4)
+    layer = r.layer(tokens=6000, seed=4, max_tokens=6000)
     layer.step()
     _leave_under_way(layer, None)
 
@@ -249,7 +249,7 @@ def _leave_under_way(layer: Layer, group: Any) -> None:
     layer.check(found)
 
 
-# ---- a refusal on both ranks, and the pair goes on
+# ---- an error on both ranks, and the pair goes on
 
 
 def other_size(r: Rank, **sizes: int) -> None:
@@ -270,6 +270,33 @@ def no_memory(r: Rank) -> None:
     finally:
         del hog
         torch.cuda.empty_cache()
+
+
+def recover(r: Rank) -> None:
+    """What docs/kernel.md says: after an error, every rank releases its workspaces; then all goes on."""
+    release_workspaces()
+    dist.barrier()
+    step(r)
+
+
+def other_layer(r: Rank) -> None:
+    """Ranks go on with layers of different shapes, both known."""
+    a, c = r.layer(), r.layer(hidden=256, topk=2)
+    a.step()
+    c.step()
+    _go_on(c if r.rank == 1 else a)
+
+
+def other_direction(r: Rank) -> None:
+    """Rank 0 goes on to a forward, rank 1 to a backward."""
+    layer = r.layer()
+    y = layer.forward()
+    if r.rank == 1:
+        layer.backward(y)
+    else:
+        layer.forward()
+    torch.cuda.synchronize()
+    check_errors()
 
 
 # ---- the end of a rank
@@ -337,23 +364,6 @@ def one_launch_more_(r: Rank) -> None:
     if r.rank == 0:
         layer.forward()
     torch.cuda.synchronize()
-
-
-def other_layer_(r: Rank) -> None:
-    """Ranks go on with layers of different shapes, both known."""
-    a, c = r.layer(), r.layer(hidden=256, topk=2)
-    a.step()
-    c.step()
-    _go_on(c if r.rank == 1 else a)
-
-
-def other_direction_(r: Rank) -> None:
-    """Rank 0 goes on to a forward, rank 1 to a backward."""
-    layer = r.layer()
-    y = layer.forward()
-    if r.rank == 1:
-        layer.backward(y)
-    _go_on(layer)
 
 
 def raises_between_(r: Rank) -> None:

@@ -40,11 +40,6 @@ def pairs():
     pairs.close()
 
 
-@pytest.fixture(scope="module")
-def before():
-    return used_bytes()
-
-
 def assert_free(before):
     """The GPUs' memory is as it was; the driver takes a moment."""
     end = time.monotonic() + 5
@@ -57,16 +52,18 @@ def assert_free(before):
 
 
 @pytest.fixture(scope="module")
-def pair(pairs, before):
+def pair(pairs):
     """Shared by the tests after which a pair goes on."""
+    before = used_bytes()
     with pairs.pair() as pair:
         yield pair
     assert_free(before)
 
 
 @pytest.fixture
-def doomed(pairs, before):
+def doomed(pairs):
     """For one test alone, which ends its processes."""
+    before = used_bytes()
     with pairs.pair() as pair:
         yield pair
     assert_free(before)
@@ -140,7 +137,7 @@ def test_group_destroyed_with_work_under_way(pair):
     expect_right(pair, "step")
 
 
-# ---- a refusal
+# ---- an error on both ranks
 
 
 def test_another_shape(pair):
@@ -153,6 +150,14 @@ def test_another_topk(pair):
 
 def test_no_memory_for_the_workspace(pair):
     expect_errors(pair, "no_memory", "MokBackendError", "rank 1: cannot allocate a workspace", "--mok-max-tokens")
+
+
+@pytest.mark.parametrize("scenario", ["other_layer", "other_direction"])
+def test_ranks_that_launch_different_steps_and_recover(pair, scenario):
+    for rank, answer in enumerate(pair.run(scenario)):
+        assert answer.error in ("MokTimeoutError", "MokInputError") and f"rank {1 - rank}" in answer.message, answer
+        assert answer.seconds < DEADLINE_S + 4
+    expect_right(pair, "recover")
 
 
 def test_world_destroyed_with_work_under_way(pair):
@@ -213,22 +218,6 @@ def test_another_number_of_launches_is_told_at_the_end(doomed):
     assert doomed.end() == [0, 0]
     assert "mok_megatron: MokTimeoutError: rank 0" in doomed.workers[0].text()
     assert "mok_megatron: Mok" not in doomed.workers[1].text()
-
-
-def test_ranks_go_on_with_different_layers(doomed):
-    for worker in doomed.workers:
-        worker.tell("other_layer_")
-    for rank, worker in enumerate(doomed.workers):
-        assert_ended(worker, f"MokTimeoutError: rank {rank}", f"the routes of rank {1 - rank}")
-
-
-def test_ranks_go_on_in_different_directions(doomed):
-    for worker in doomed.workers:
-        worker.tell("other_direction_")
-    # One of the two may have seen nothing wrong in its own launch, and waits for the other in vain.
-    for worker in doomed.workers:
-        assert_ended(worker, "mok_megatron.errors.Mok")
-    assert "another shape, direction or setting" in doomed.workers[0].text() + doomed.workers[1].text()
 
 
 def test_exception_between_forward_and_backward_on_one_rank(doomed):

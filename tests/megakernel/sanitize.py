@@ -2,9 +2,10 @@
 
     python -m tests.megakernel.sanitize [--tools memcheck,synccheck] [case ...]
 
-Only kernels of this project are looked into (namespace mok). What the tools cannot see: racecheck knows shared memory
-only, so ordering through global memory and NVLink is left to tests/protocol; memcheck and initcheck know one process,
-so memory of a peer is that of another virtual rank on the same GPU.
+What the tools cannot see. They know one process, so memory of a peer is that of another virtual rank on the same GPU.
+racecheck knows shared memory only (tests/protocol has the order of flags and rows in global memory), and is given the
+prepare kernel alone: in the megakernel roles hand shared memory to one another by mbarriers at which one lane arrives
+for its warp, which it takes for races.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import sysconfig
 import time
 from pathlib import Path
 
-TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+# The kernels that each looks into. initcheck must see who writes memory, so torch's too.
+TOOLS = {"memcheck": "kns=mok", "initcheck": "", "synccheck": "kns=mok", "racecheck": "kns=prepare_kernel"}
 PACKAGE = "nvidia-cuda-sanitizer-api>=13.0,<14"
 
 
@@ -40,7 +42,8 @@ def install() -> str | None:
 
 def run_tool(sanitizer: str, tool: str, cases: list[str], timeout_s: float) -> tuple[bool, str, float, str]:
     """Whether it found nothing, its summary, seconds, and all it printed."""
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=mok", "--print-limit", "20"]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+    command += ["--kernel-name", TOOLS[tool]] if TOOLS[tool] else []
     # One allocation a tensor: a write past the end of one would land in another unnoticed.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begin = time.monotonic()
@@ -64,6 +67,9 @@ def main() -> int:
     parser.add_argument("--tools", default=",".join(TOOLS), help="default: %(default)s")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for each tool; default: %(default)s")
     arguments = parser.parse_args()
+    unknown = set(arguments.tools.split(",")) - set(TOOLS)
+    if unknown:
+        parser.error(f"--tools {','.join(sorted(unknown))}: choose from {', '.join(TOOLS)}")
     sanitizer = find_sanitizer() or install()
     if sanitizer is None:
         print(f"sanitize: pip could not install {PACKAGE}; a CUDA toolkit has compute-sanitizer too (set CUDA_HOME)")
