@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from mok_megatron.errors import MokConfigError, Problems
@@ -125,71 +126,14 @@ class MokConfig:
         problems = Problems()
         if self.timeout_s is None:
             object.__setattr__(self, "timeout_s", _timeout_from_environment(problems))
-        if not self._check_types(problems):
-            problems.raise_if_any(MokConfigError, "MokConfig cannot work:")
-        problems.require(
-            self.backend in BACKENDS,
-            f"--mok-backend {self.backend!r} is unknown",
-            f"choose one of {', '.join(BACKENDS)}",
-        )
-        self._check_format(problems)
-        _require_multiple(problems, "--mok-minibatch-size", self.minibatch_size, TILE_ROWS)
-        if self.macrobatch_size is not None:
-            unit = self.minibatch_size if _is_multiple(self.minibatch_size, TILE_ROWS) else TILE_ROWS
-            _require_multiple(problems, "--mok-macrobatch-size", self.macrobatch_size, unit)
-        if self.capacity_rows is not None:
-            _require_multiple(problems, "--mok-capacity-rows", self.capacity_rows, TILE_ROWS)
-        if self.max_tokens is not None:
-            problems.require(self.max_tokens >= 1, f"--mok-max-tokens is {self.max_tokens}", "give at least 1")
-        for name in ("fwd_comm_sms", "bwd_comm_sms"):
-            value = getattr(self, name)
-            problems.require(value >= 0, f"{flag_name(name)} is {value}", "give 0 or more")
-        if self.num_sms is not None:
-            most = max(self.fwd_comm_sms, self.bwd_comm_sms)
-            problems.require(
-                self.num_sms > most,
-                f"--mok-num-sms {self.num_sms} leaves no SM for the products beside {most} that communicate",
-                f"give at least {most + 1}, or fewer communication SMs",
-            )
-        problems.require((self.reserved_sms or 0) >= 0, f"--mok-reserved-sms is {self.reserved_sms}", "give 0 or more")
-        # Neither NaN nor infinity: no wait is unbounded.
-        problems.require(
-            0 < self.timeout_s <= MAX_TIMEOUT_S,
-            f"--mok-timeout-s ({TIMEOUT_ENV}) is {self.timeout_s}",
-            f"give a positive, finite number of seconds, at most {MAX_TIMEOUT_S}",
-        )
+        mistyped = _check_types(self, problems)
+        settings: Any = self
+        if mistyped:  # the others are checked all the same, beside defaults
+            values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+            settings = SimpleNamespace(**values | mistyped)
+        _check_values(settings, problems)
+        _check_format(settings, problems)
         problems.raise_if_any(MokConfigError, "MokConfig cannot work:")
-
-    def _check_types(self, problems: Problems) -> bool:
-        """Whether every value is of a type, and of a size, that the checks of values can compare."""
-        fit = True
-        for entry in dataclasses.fields(self):
-            value, kind = getattr(self, entry.name), (entry.metadata["flag"] or {}).get("type", str)
-            name = flag_name(entry.name) if entry.metadata["flag"] else entry.name
-            if value is None and entry.default is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
-                problems.add(f"{name} is {value!r}, a {type(value).__name__}", _TYPE_NAMES[kind])
-                fit = False
-            elif isinstance(value, int) and abs(value) > INT32_MAX:
-                problems.add(f"{name} is beyond 32 bits", f"give at most {INT32_MAX}")
-                fit = False
-        return fit
-
-    def _check_format(self, problems: Problems) -> None:
-        for name, value, known in (
-            ("format", self.format, FORMATS),
-            ("fp8_gradients", self.fp8_gradients, GRADIENT_TYPES),
-            ("fp8_scales", self.fp8_scales, SCALE_KINDS),
-            ("--mok-fp8-wgrad", self.fp8_wgrad, WGRAD_TYPES),
-        ):
-            problems.require(value in known, f"{name} {value!r} is unknown", f"choose one of {', '.join(known)}")
-        problems.require(
-            (self.format, self.fp8_scales, self.fp8_wgrad) != ("blockwise", "fp32", "fp8"),
-            "--mok-fp8-wgrad fp8 with fp32 block scales (NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1) would round x and dy "
-            "to FP8 twice",
-            "pass --mok-fp8-wgrad bf16, or keep scales at powers of two, with which the second rounding is exact",
-        )
 
     def macrobatch_rows(self, balanced_rows: int) -> int:
         """Rows of the ring buffers: the setting, or 1.25 x `balanced_rows` in whole minibatches, rounded up."""
@@ -231,6 +175,75 @@ def config_from_args(args: argparse.Namespace) -> MokConfig:
     """
     given = {entry.name: getattr(args, f"mok_{entry.name}", None) for entry in dataclasses.fields(MokConfig)}
     return MokConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def _check_types(config: MokConfig, problems: Problems) -> dict[str, Any]:
+    """The fields whose value is of a type, or of a size, that no check can compare, with their defaults."""
+    mistyped = {}
+    for entry in dataclasses.fields(config):
+        value, kind = getattr(config, entry.name), (entry.metadata["flag"] or {}).get("type", str)
+        name = flag_name(entry.name) if entry.metadata["flag"] else entry.name
+        if value is None and entry.default is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            problems.add(f"{name} is {value!r}, a {type(value).__name__}", _TYPE_NAMES[kind])
+        elif isinstance(value, int) and abs(value) > INT32_MAX:
+            problems.add(f"{name} is beyond 32 bits", f"give at most {INT32_MAX}")
+        else:
+            continue
+        mistyped[entry.name] = 1.0 if kind is float else entry.default
+    return mistyped
+
+
+def _check_values(settings: Any, problems: Problems) -> None:
+    problems.require(
+        settings.backend in BACKENDS,
+        f"--mok-backend {settings.backend!r} is unknown",
+        f"choose one of {', '.join(BACKENDS)}",
+    )
+    _require_multiple(problems, "--mok-minibatch-size", settings.minibatch_size, TILE_ROWS)
+    if settings.macrobatch_size is not None:
+        unit = settings.minibatch_size if _is_multiple(settings.minibatch_size, TILE_ROWS) else TILE_ROWS
+        _require_multiple(problems, "--mok-macrobatch-size", settings.macrobatch_size, unit)
+    if settings.capacity_rows is not None:
+        _require_multiple(problems, "--mok-capacity-rows", settings.capacity_rows, TILE_ROWS)
+    if settings.max_tokens is not None:
+        problems.require(settings.max_tokens >= 1, f"--mok-max-tokens is {settings.max_tokens}", "give at least 1")
+    for name in ("fwd_comm_sms", "bwd_comm_sms"):
+        value = getattr(settings, name)
+        problems.require(value >= 0, f"{flag_name(name)} is {value}", "give 0 or more")
+    if settings.num_sms is not None:
+        most = max(settings.fwd_comm_sms, settings.bwd_comm_sms)
+        problems.require(
+            settings.num_sms > most,
+            f"--mok-num-sms {settings.num_sms} leaves no SM for the products beside {most} that communicate",
+            f"give at least {most + 1}, or fewer communication SMs",
+        )
+    problems.require(
+        (settings.reserved_sms or 0) >= 0, f"--mok-reserved-sms is {settings.reserved_sms}", "give 0 or more"
+    )
+    # Neither NaN nor infinity: no wait is unbounded.
+    problems.require(
+        0 < settings.timeout_s <= MAX_TIMEOUT_S,
+        f"--mok-timeout-s ({TIMEOUT_ENV}) is {settings.timeout_s}",
+        f"give a positive, finite number of seconds, at most {MAX_TIMEOUT_S}",
+    )
+
+
+def _check_format(settings: Any, problems: Problems) -> None:
+    for name, value, known in (
+        ("format", settings.format, FORMATS),
+        ("fp8_gradients", settings.fp8_gradients, GRADIENT_TYPES),
+        ("fp8_scales", settings.fp8_scales, SCALE_KINDS),
+        ("--mok-fp8-wgrad", settings.fp8_wgrad, WGRAD_TYPES),
+    ):
+        problems.require(value in known, f"{name} {value!r} is unknown", f"choose one of {', '.join(known)}")
+    problems.require(
+        (settings.format, settings.fp8_scales, settings.fp8_wgrad) != ("blockwise", "fp32", "fp8"),
+        "--mok-fp8-wgrad fp8 with fp32 block scales (NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1) would round x and dy "
+        "to FP8 twice",
+        "pass --mok-fp8-wgrad bf16, or keep scales at powers of two, with which the second rounding is exact",
+    )
 
 
 def _timeout_from_environment(problems: Problems) -> float:

@@ -94,8 +94,9 @@ def _compose(path: Path) -> yaml.Node:
             line = event.start_mark.line + 1 if event.start_mark else 1
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
                 raise Where(path, line).error("anchors and aliases are not accepted; write the value out")
-            if getattr(event, "tag", None) is not None:
-                raise Where(path, line).error(f"tags such as {event.tag!r} are not accepted")
+            tag = getattr(event, "tag", None)
+            if tag is not None:
+                raise Where(path, line).error(f"tags such as {tag!r} are not accepted")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except ConfigFileError:
         raise
