@@ -147,12 +147,15 @@ def _check_experts(config: Any, problems: Problems) -> None:
         value = getattr(config, name, neutral[0])
         remedy = "leave it out: it has no counterpart in the kernel"
         problems.require(value in neutral, f"{_flag(name)} is {value}", remedy)
-    ep = config.expert_model_parallel_size
-    problems.require(
-        config.num_moe_experts % ep == 0,
-        f"--num-experts {config.num_moe_experts} does not divide by --expert-model-parallel-size {ep}",
-        "change one of them",
-    )
+    experts, ep = config.num_moe_experts, config.expert_model_parallel_size
+    for flag, value in (("--num-experts", experts), ("--expert-model-parallel-size", ep)):
+        problems.require(_is_count(value), f"{flag} is {value!r}", "give a whole number from 1")
+    if _is_count(experts) and _is_count(ep):
+        problems.require(
+            experts % ep == 0,
+            f"--num-experts {experts} does not divide by --expert-model-parallel-size {ep}",
+            "change one of them",
+        )
     etp = config.expert_tensor_parallel_size
     # Megatron sets the expert tensor parallel size to the tensor parallel size where it is not given.
     etp = config.tensor_model_parallel_size if etp is None else etp
@@ -230,6 +233,10 @@ def _check_training_arguments(args: argparse.Namespace | None, problems: Problem
         f"--optimizer {optimizer} treats each weight matrix as a whole, and the experts of a rank are one parameter",
         f"choose one of {', '.join(ELEMENTWISE_OPTIMIZERS)}",
     )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _flag(name: str) -> str:
