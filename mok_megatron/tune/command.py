@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--minibatches", default=_words(MINIBATCHES), help=f"to try (default {_words(MINIBATCHES)})")
     how.add_argument("--iterations", type=int, default=ITERATIONS, help=f"calls a measurement (default {ITERATIONS})")
     how.add_argument("--cluster", help="whose rates predict; default: found by the GPU's name")
-    how.add_argument("--ep", type=int, help="without a GPU: the expert-parallel size to predict for")
+    how.add_argument("--ep", type=int, help="expert-parallel size to predict for; default: the ranks of the launch")
     how.add_argument("--name", help="name of the file (default: the model's, or the shape)")
     how.add_argument(
         "--output", type=Path, help="folder of tuned files (default: $MOK_TUNED_DIR, else configs/tuned of the package)"
@@ -90,13 +90,17 @@ def _run(args: argparse.Namespace) -> int:
 
     from mok_megatron.bench.command import shapes_of, start
     from mok_megatron.config import config_from_args
+    from mok_megatron.errors import MokConfigError
 
     base, shapes = config_from_args(args), shapes_of(args)
     choices = _numbers("--comm-sms", args.comm_sms, 0), _numbers("--minibatches", args.minibatches, 1)
     _check(args)
-    if not torch.cuda.is_available():
-        return _predict(args, shapes, base, choices)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.ep is not None and args.ep != ranks and (torch.cuda.is_available() or ranks > 1):
+        raise MokConfigError(f"--ep {args.ep}, and the launch has {ranks} ranks; leave it out: they are the EP")
+    if not torch.cuda.is_available():
+        args.ep = args.ep or (ranks if "WORLD_SIZE" in os.environ else None)
+        return _predict(args, shapes, base, choices) if os.environ.get("RANK", "0") == "0" else 0
     for shape in shapes:
         shape.check(ranks)
     device, group = start(base)

@@ -61,6 +61,19 @@ def test_what_cannot_be_done_is_one_message(
     assert message.startswith("mok-megatron tune: ") and re.search(words, message), message
 
 
+@without_gpu
+def test_the_launch_says_the_ep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = [*SMALL, "--cluster", "h200_x2", "--plot", str(tmp_path)]
+    assert main(words) == 0 and "EP 2 on Two NVIDIA H200s" in capsys.readouterr().out
+    assert main([*words, "--ep", "4"]) == 2
+    assert "--ep 4, and the launch has 2 ranks" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert main(words) == 0 and capsys.readouterr().out == ""
+
+
 def test_what_does_not_fit_is_told_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,10 +132,15 @@ def test_the_surface_is_drawn(tmp_path: Path, found: Found | None) -> None:
 
 
 @pytest.mark.gpu
-def test_one_gpu_is_tuned(tmp_path: Path) -> None:
+def test_one_gpu_is_tuned_and_the_plugin_takes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--shape", "512,256,128,8,2", "--budget-s", "20", "--iterations", "2", "--comm-sms", "4"]
     folders = ["--output", str(tmp_path / "tuned"), "--plot", str(tmp_path / "out")]
     assert main(["tune", *arguments, "--minibatches", "512", *folders]) == 0
     (path,) = (tmp_path / "tuned").rglob("*.yaml")
     found = tuned.load(path)
     assert found.ep == 1 and found.gpu == torch.cuda.get_device_name() and found.measured.points >= 1
+    monkeypatch.setenv(tuned.FOLDER_ENV, str(tmp_path / "tuned"))
+    config, line = tuned.apply(MokConfig(), set(), 1, found.shape.layer, found.shape.tokens)
+    assert line is not None and str(path) in line
+    assert config.minibatch_size == found.settings.minibatch_size
+    assert config.fwd_comm_sms == found.settings.fwd_comm_sms
