@@ -72,7 +72,7 @@ def train(rank: int, plan: Plan) -> None:
     """Train every dispatcher from the same initial weights, saving a checkpoint in the middle."""
     result: dict[str, Any] = {"loss": {}, "tokens_per_s": {}, "seconds": {}}
     for dispatcher in plan.dispatchers:
-        trainer = _trainer(plan, dispatcher)
+        trainer = make_trainer(plan, dispatcher)
         if dispatcher == plan.dispatchers[0]:
             trainer.save_weights(plan.checkpoint("initial"))
         else:
@@ -94,7 +94,7 @@ def resume(rank: int, plan: Plan) -> None:
     result: dict[str, Any] = {}
     for source in plan.dispatchers:
         for dispatcher in plan.dispatchers:
-            trainer = _trainer(plan, dispatcher)
+            trainer = make_trainer(plan, dispatcher)
             trainer.load(plan.checkpoint(source))
             label = f"{source} -> {dispatcher}"
             result[f"{source}_to_{dispatcher}"], _ = _run(trainer, plan.resume_steps, label, rank)
@@ -107,7 +107,8 @@ def read_result(plan: Plan, phase: str) -> dict[str, Any]:
     return result
 
 
-def _trainer(plan: Plan, dispatcher: str) -> Trainer:
+def make_trainer(plan: Plan, dispatcher: str) -> Trainer:
+    """A trainer of the plan's model and data under a dispatcher. Collective."""
     settings = replace(
         plan.settings, dispatcher=dispatcher, dtype=DTYPES[plan.dtype], steps=plan.steps, backend=plan.backend
     )

@@ -13,10 +13,9 @@ from megatron.core.transformer import TransformerConfig
 
 from mok_megatron import MokConfig, versions
 from mok_megatron.errors import MokConfigError
-from mok_megatron.formats import QuantizedWeight, Recipe
 from mok_megatron.megatron import fp8
 from mok_megatron.megatron.validate import mok_config, prepare_config
-from tests.megatron import layers, models
+from tests.megatron import layers
 from tests.megatron.once import run_once
 from tests.megatron.test_refusals import GOOD, lines
 
@@ -149,7 +148,7 @@ def test_first_and_last_layers_in_bf16() -> None:
 def on_one_rank(rank: int) -> dict[str, Any]:
     """Everything that needs a built layer or a model, in one start of Megatron."""
     layers.start(rank)
-    return {"layer": _layer(), "steps": _steps(), "checkpoint": _checkpoint()}
+    return {"layer": _layer(), "first microbatch": _first_microbatch(), "checkpoint": _checkpoint()}
 
 
 def _built(**fields: Any) -> Any:
@@ -169,32 +168,16 @@ def _layer() -> dict[str, bool]:
     return {"differs": not torch.equal(quantised, plain(tokens)[0]), "same": torch.equal(kept, plain(tokens)[0])}
 
 
-def _steps() -> list[list[bool]]:
-    """For each step of Megatron's optimizer, which writes weights behind the version counter's back: for each time a
-    weight was quantised, whether it was what the weight is in this step."""
-    run = models.Run("mok", seed=3, **SIZES, num_layers=1)
-    experts = next(m for m in run.model.modules() if type(m).__name__ == "MokExperts")
-    experts.mok = MokConfig(format="mxfp8")
-    quantised: list[torch.Tensor] = []
-    original = Recipe.weight
-
-    def recorded(self: Recipe, weight: torch.Tensor) -> QuantizedWeight:
-        quantised.append(weight.clone())
-        return original(self, weight)
-
-    found, last = [], None
-    Recipe.weight = recorded  # type: ignore[method-assign]
-    try:
-        for number in range(3):
-            quantised.clear()
-            present = [experts.weight1.detach().clone(), experts.weight2.detach().clone()]
-            assert last is None or not torch.equal(present[0], last)
-            run.step(number, microbatches=3)
-            found.append([torch.equal(a, b) for a, b in zip(quantised, present, strict=True)])
-            last = present[0]
-    finally:
-        Recipe.weight = original  # type: ignore[method-assign]
-    return found
+def _first_microbatch() -> list[bool]:
+    """Whether the layer notices a weight written through `.data`: not by itself, but when Megatron says so."""
+    tokens = torch.randn(5, 2, 128, generator=torch.Generator().manual_seed(1))
+    built = _built()
+    before = built(tokens)[0]
+    assert not built.experts.is_first_microbatch
+    built.experts.weight2.data.mul_(2)
+    unnoticed = built(tokens)[0]
+    built.experts.is_first_microbatch = True
+    return [torch.equal(unnoticed, before), torch.equal(built(tokens)[0], 2 * before)]
 
 
 def _checkpoint() -> str:
@@ -208,8 +191,8 @@ def _checkpoint() -> str:
     return "loaded"
 
 
-def test_weights_are_quantised_once_a_step_and_never_late() -> None:
-    assert run_once(1, on_one_rank)[0]["steps"] == [[True, True]] * 3
+def test_weights_are_quantised_again_at_the_first_microbatch() -> None:
+    assert run_once(1, on_one_rank)[0]["first microbatch"] == [True, True]
 
 
 def test_layers_kept_in_bf16_compute_in_bf16() -> None:

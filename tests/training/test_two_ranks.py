@@ -28,12 +28,12 @@ def everything(rank: int, plan: comparison.Plan) -> None:
     comparison.train(rank, plan)
     comparison.resume(rank, plan)
     # Torch's Adam keeps a step a parameter; Megatron's loading once shared one between all of them.
-    trainer = comparison._trainer(plan, "mok")
+    trainer = comparison.make_trainer(plan, "mok")
     trainer.load(plan.checkpoint("mok"))
     steps = [s["step"] for part in trainer.optimizer.chained_optimizers for s in part.optimizer.state.values()]
     assert {float(step) for step in steps} == {plan.save_step} and len({id(step) for step in steps}) == len(steps)
 
-    wider = comparison._trainer(replace(plan, shape=replace(SHAPE, expert_intermediate=128)), "mok")
+    wider = comparison.make_trainer(replace(plan, shape=replace(SHAPE, expert_intermediate=128)), "mok")
     in_a_file = plan.folder / "train.json" / "checkpoint"
     messages = []
     for action in (
