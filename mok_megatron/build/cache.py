@@ -7,13 +7,17 @@
       <key>.lock  <key>.failed        one builder at a time; the message of the last failure
 
 A library is code that runs as the user, so an entry is loaded only if the folders and files belong to the
-user or to root, nobody else may write them, and the content has the hash that its manifest says.
+user or to root, nobody else may write them, nobody else could put another folder in their place, and the
+content has the hash that its manifest says.
 """
 
 import fcntl
+import functools
+import grp
 import hashlib
 import json
 import os
+import pwd
 import shutil
 import socket
 import stat
@@ -23,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mok_megatron.build.errors import BuildError
 
@@ -53,13 +58,16 @@ def folder() -> Path:
     chosen = os.environ.get("MOK_CACHE_DIR")
     path = Path(chosen).expanduser() if chosen else _default()
     try:
-        path.mkdir(mode=0o755, parents=True, exist_ok=True)
-    except OSError as error:
+        path = Path(os.path.abspath(path))
+        for missing in (*reversed(path.parents), path):  # mkdir's `parents` would not give them this mode
+            missing.mkdir(mode=0o755, exist_ok=True)
+        check_way(path)
+        check_private(path)
+        return path.resolve(strict=True)
+    except (OSError, ValueError) as error:  # ValueError: a null character
         raise BuildError(
             f"cannot create the cache folder {path}: {error}. Set MOK_CACHE_DIR to a folder of yours"
         ) from error
-    check_private(path)
-    return path.resolve()
 
 
 def _default() -> Path:
@@ -67,14 +75,68 @@ def _default() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "mok_megatron"
 
 
-def check_private(path: Path) -> None:
-    """BuildError unless ``path`` belongs to this user or root and no one else may write to it."""
-    status = path.stat()
-    if status.st_uid not in (os.geteuid(), 0):
+def check_way(path: Path) -> None:
+    """BuildError if another user could put something else where the absolute ``path`` leads.
+
+    Whoever owns a folder or a link on the way could, and whoever may write to a folder without the sticky bit, which
+    keeps users from renaming what others own in /tmp.
+    """
+    waiting, seen = [path], set[Path]()
+    while waiting:
+        way = waiting.pop()
+        for part in (*reversed(way.parents), way):
+            if part in seen:
+                continue
+            seen.add(part)
+            status = part.lstat()
+            _check_owner(part, status)
+            if stat.S_ISLNK(status.st_mode):
+                waiting.append(part.parent / part.readlink())
+            elif _writable_by_others(status) and not status.st_mode & stat.S_ISVTX and part != path:
+                place = part.resolve()
+                raise BuildError(
+                    f"{place} can be written by others, who could put another folder in the place of {path}: "
+                    f"chmod go-w {place}, or set MOK_CACHE_DIR to a folder of yours"
+                )
+
+
+def _writable_by_others(status: os.stat_result) -> bool:
+    """Whether users besides the owner may write; a group that this user is alone in (user private groups) may."""
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    if not status.st_mode & stat.S_IWGRP:
+        return False
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
+    except KeyError:
+        return True
+    return group.gr_gid != user.pw_gid or group.gr_name != user.pw_name or bool(set(group.gr_mem) - {user.pw_name})
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0, _unmapped_user()):
         raise BuildError(
             f"{path} belongs to user {status.st_uid}, who could change what this process loads: "
             "remove it, or set MOK_CACHE_DIR to a folder of yours"
         )
+
+
+@functools.cache
+def _unmapped_user() -> int | None:
+    """What the owner of a file looks like in a container whose user namespace has no number for it: the host's root,
+    most often. None outside of such a container."""
+    try:
+        first, _, count = map(int, Path("/proc/self/uid_map").read_text().split()[:3])
+        whole = first == 0 and count >= 2**32 - 1
+        return None if whole else int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def check_private(path: Path) -> None:
+    """BuildError unless ``path`` belongs to this user or root and no one else may write to it."""
+    status = path.stat()
+    _check_owner(path, status)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(
             f"{path} can be written by others, who could change what this process loads: chmod go-w {path}"
@@ -89,7 +151,7 @@ def content_hash(path: Path) -> str:
 
 def find(recipe: Recipe) -> Path | None:
     """The library built from exactly ``recipe``, checked; None when there is none that is whole."""
-    return _whole(folder() / recipe.key)
+    return _whole(folder() / recipe.key, recipe)
 
 
 def find_for_sources(sources: str, arch: str) -> Path | None:
@@ -100,25 +162,36 @@ def find_for_sources(sources: str, arch: str) -> Path | None:
     found = []
     for manifest in folder().glob(f"sm_{arch}-*/{MANIFEST}"):
         library = _whole(manifest.parent)
-        if library and json.loads(manifest.read_text())["recipe"]["sources"] == sources:
+        if library and _read(manifest).get("recipe", {}).get("sources") == sources:
             found.append(library)
     return max(found, key=lambda library: library.stat().st_mtime, default=None)
 
 
-def _whole(entry: Path) -> Path | None:
-    """The entry's library when it is complete and unchanged; BuildError when someone else could have written
-    it.
+def _whole(entry: Path, recipe: Recipe | None = None) -> Path | None:
+    """The entry's library when it is complete, unchanged and (if given) built from `recipe`; BuildError when someone
+    else could have written it.
     """
     library, manifest = entry / LIBRARY, entry / MANIFEST
     if not (library.is_file() and manifest.is_file()):
         return None
     for path in (entry, library, manifest):
+        check_way(path)
         check_private(path)
-    try:
-        expected = json.loads(manifest.read_text())["sha256"]
-    except (ValueError, KeyError, TypeError):
+    content = _read(manifest)
+    if recipe is not None and content.get("recipe") != json.loads(json.dumps(asdict(recipe))):
         return None
-    return library if content_hash(library) == expected else None  # a damaged entry is built again
+    # A damaged entry is built again.
+    return library if content_hash(library) == content.get("sha256") else None
+
+
+def _read(manifest: Path) -> dict[str, Any]:
+    """The manifest; empty where it is not one."""
+    try:
+        content = json.loads(manifest.read_text())
+    except (ValueError, RecursionError):
+        return {}
+    well_formed = isinstance(content, dict) and isinstance(content.get("recipe"), dict)
+    return content if well_formed else {}
 
 
 def store(recipe: Recipe, built: Path) -> Path:

@@ -94,6 +94,7 @@ def _begin(command: Command) -> _Running:
             stdout=printed,
             stderr=subprocess.STDOUT,
             process_group=0,
+            umask=0o022,  # objects that others may write would not be linked
         )
     except OSError as error:
         printed.close()

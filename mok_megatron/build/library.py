@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import math
 import os
 import tempfile
 import time
@@ -23,7 +24,14 @@ def build_timeout_s() -> float:
     """Deadline in seconds for a build, or for waiting for another process's: MOK_BUILD_TIMEOUT_S, default
     1800.
     """
-    return float(os.environ.get("MOK_BUILD_TIMEOUT_S", "1800"))
+    text = os.environ.get("MOK_BUILD_TIMEOUT_S", "1800")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < math.inf:
+        raise BuildError(f"MOK_BUILD_TIMEOUT_S={text!r} is no number of seconds above 0; leave it out for 1800")
+    return seconds
 
 
 @remember

@@ -64,8 +64,15 @@ def architecture_of(capability: tuple[int, int]) -> Architecture:
 
 
 def extra_flags() -> tuple[str, ...]:
-    """Flags from the environment variable MOK_NVCC_FLAGS, for example -lineinfo for a profiler."""
-    return tuple(shlex.split(os.environ.get("MOK_NVCC_FLAGS", "")))
+    """Flags from the environment variable MOK_NVCC_FLAGS, for example -lineinfo for a profiler. Split as a shell would,
+    but nothing in it is run."""
+    text = os.environ.get("MOK_NVCC_FLAGS", "")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise BuildError(
+            f"MOK_NVCC_FLAGS={text!r} cannot be split into flags: {error}; quote it as for a shell"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from mok_megatron.errors import MokConfigError
-from tests.properties.cases import cases
+from tests.properties.cases import CASES, cases
 from tests.ranks import run_on_ranks
 
 GOOD: dict[str, Any] = {
@@ -177,7 +177,7 @@ def check_state_dicts(rank: int) -> int:
     return ran
 
 
-STATE_DICTS = 100
+STATE_DICTS = CASES["load_a_state_dict"] = 100
 
 
 def test_state_dicts() -> None:
