@@ -126,6 +126,7 @@ def test_transformer_engine_missing_or_too_old(monkeypatch: pytest.MonkeyPatch, 
 def test_what_the_megakernel_does_not_have_is_refused_at_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     with pytest.raises(MokConfigError, match="the megakernel on compute capability 12.0 does not compute in blockwise"):
         prepare_config(unchecked(**FP8, bf16=True))
 
