@@ -1,7 +1,12 @@
-"""The comparison as one picture: loss curves, their differences, and the speed of each dispatcher."""
+"""The comparison as one picture: loss curves, their differences, and the speed of each dispatcher.
+
+``python -m mok_megatron.compare.draw SUMMARY.json PICTURE.png`` draws an earlier one.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +53,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     bars.set_xlabel("tokens/s per GPU")
     figure.suptitle(f"{summary['preset']}, {summary['steps']} steps", fontsize=10)
     figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -11,6 +11,8 @@ STEP = re.compile(r" iteration +(\d+)/ *\d+ \|(.*)")
 PEAK = re.compile(r"memory \(MB\) .*?max allocated: ([\d.]+)")
 SIZES = ("seq_length", "world_size", "micro_batch_size", "data_parallel_size", "pipeline_model_parallel_size")
 ARGUMENT = re.compile(rf"^ +({'|'.join(SIZES)}) \.+ (\d+)\s*$", re.MULTILINE)
+KERNELS = re.compile(r" mok of the last microbatch \|.*?forward \(ms\): ([\d.]+) \| backward \(ms\): ([\d.]+)")
+SYMMETRIC = re.compile(r" mok of the last microbatch \|.*?symmetric memory \(MB\): ([\d.]+)")
 WARM_UP = 5
 """Steps that the median leaves out, of a run with twice as many: first uses of libraries, kernels and memory."""
 
@@ -24,9 +26,11 @@ class Training:
         milliseconds: of each step.
         tflops: TFLOP/s a GPU by Megatron's count.
         samples: sequences of each step.
-        peak_gb: largest allocation of a rank that reports it (the first of each data-parallel group), in 10^9 bytes;
-            None on the CPU.
+        peak_gb: largest allocation of a rank that reports it (the first of each data-parallel group), in 10^9 bytes,
+            with the memory that the fused layers allocate beside torch's allocator; None on the CPU.
         arguments: Megatron's sizes: seq_length, world_size, micro_batch_size, ...
+        kernel_ms: of the fused layers, forward and backward, all layers of one microbatch; one entry a step, none
+            without --log-mok or on the CPU.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -35,6 +39,7 @@ class Training:
     samples: list[int] = field(default_factory=list)
     peak_gb: float | None = None
     arguments: dict[str, int] = field(default_factory=dict)
+    kernel_ms: list[float] = field(default_factory=list)
 
     @property
     def step_ms(self) -> float:
@@ -44,6 +49,13 @@ class Training:
     @property
     def step_tflops(self) -> float:
         return statistics.median(self.tflops[self._skipped :])
+
+    @property
+    def step_kernel_ms(self) -> float | None:
+        """Of the fused layers' kernels in all microbatches of a step, from the median microbatch; None: not known."""
+        if not self.kernel_ms:
+            return None
+        return statistics.median(self.kernel_ms[self._skipped :]) * self.microbatches
 
     @property
     def tokens_per_s(self) -> float:
@@ -66,6 +78,7 @@ class Training:
             "ms_per_step": self.step_ms,
             "tokens_per_s_per_gpu": self.tokens_per_s,
             "tflops_per_gpu": self.step_tflops,
+            "kernel_ms_per_step": self.step_kernel_ms,
             "peak_gb": self.peak_gb,
             "loss": self.loss,
             "milliseconds": self.milliseconds,
@@ -88,5 +101,7 @@ def read_log(text: str) -> Training:
         training.tflops.append(float(fields.get("throughput per GPU (TFLOP/s/GPU)", "nan")))
         training.samples.append(int(fields["global batch size"]))
     peaks = [float(peak) * 2**20 / 1e9 for peak in PEAK.findall(text)]
-    training.peak_gb = max(peaks, default=0.0) or None
+    training.kernel_ms = [float(forward) + float(backward) for forward, backward in KERNELS.findall(text)]
+    symmetric = max((float(megabytes) for megabytes in SYMMETRIC.findall(text)), default=0.0) * 2**20 / 1e9
+    training.peak_gb = max(peaks) + symmetric if peaks and max(peaks) > 0 else None
     return training

@@ -145,6 +145,12 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
             f"Over {summary['steps']} steps mok's loss differs from {BASELINE}'s by at most "
             f"{mok['max_rel_loss_diff']:.1e} of it."
         )
+    if mok.get("kernel_ms_per_step"):
+        kernels = mok["kernel_ms_per_step"]
+        sentences.append(
+            f"The kernels of the fused layers take {kernels:,.1f} ms of mok's step "
+            f"({kernels / mok['ms_per_step']:.0%}), measured in that training by events around them."
+        )
     for name, part in summary.get("moe_layers", {}).items():
         share = part["moe_layers_of_mok_ms"] / mok["ms_per_step"]
         sentences.append(
@@ -165,7 +171,8 @@ def markdown(summary: dict[str, Any]) -> str:
     lines += [
         "",
         f"Same model, seed, data and steps for all, one after another. Times are medians over steps, without the first "
-        f"{skipped}; TFLOP/s by Megatron's count; peak memory is torch's largest allocation; `diff` is the largest "
+        f"{skipped}; TFLOP/s by Megatron's count; peak memory is torch's largest "
+        "allocation and what peers map; `diff` is the largest "
         f"absolute difference of the loss to {BASELINE}'s over all steps.",
         "",
         "![loss and speed](compare.png)",

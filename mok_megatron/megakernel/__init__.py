@@ -47,6 +47,14 @@ def check_errors(wait: bool = False) -> None:
         workspace.check()
 
 
+def symmetric_bytes() -> int:
+    """Memory of this process that peers map, in bytes. It does not come from torch's allocator, whose statistics leave
+    it out."""
+    from mok_megatron.megakernel.backend import symmetric_bytes as of_workspaces
+
+    return of_workspaces()
+
+
 def __getattr__(name: str) -> Any:
     # Late: the binding builds and loads a library, which a machine without a GPU must not try.
     if name == "MegakernelBackend":

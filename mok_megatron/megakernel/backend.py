@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from mok_megatron.config import TILE_ROWS
 from mok_megatron.errors import MokCapacityError, MokInputError, Problems
 from mok_megatron.megakernel import operators, workspace
 from mok_megatron.megakernel.agreement import exchange
-from mok_megatron.megakernel.binding import MokShape
+from mok_megatron.megakernel.binding import MokShape, library
 from mok_megatron.megakernel.steps import Operands, Saved
 from mok_megatron.megakernel.workspace import Workspace
 from mok_megatron.ops.backend import Routing
@@ -70,6 +71,12 @@ class MegakernelBackend:
         dx, dweights, dscale, dw1, dw2, dshared_w1, dshared_w2 = results
         assert dx is not None and dweights is not None
         return MoeGradients(dx, dweights, dw1, dw2, dshared_w1, dshared_w2, dscale)
+
+
+def symmetric_bytes() -> int:
+    """Bytes of the heaps that peers map, over all groups of this process."""
+    spaces = {id(w): w for table in workspace._by_group.values() for w in table.values()}
+    return sum(library().mok_symmetric_bytes(ctypes.byref(space.shape)) for space in spaces.values())
 
 
 def _operands(call: MoeInputs) -> Operands:

@@ -83,7 +83,8 @@ def gather(layers: int) -> dict[str, Tensor] | None:
 
     Returns:
         On the CPU: `rows` [layers, EP], the mean over the replicas of an EP rank; `evicted`, `forward_ms` and
-        `backward_ms` [layers], the largest of any rank. NaN for layers that are no MoE layers.
+        `backward_ms` [layers], the largest of any rank, NaN for layers that are no MoE layers. `symmetric_mb` [], the
+        largest of any rank, in 2^20 bytes: what torch's own statistics of memory leave out.
     """
     records = [r for r in _records if r.routing is not None]
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -94,6 +95,7 @@ def gather(layers: int) -> dict[str, Tensor] | None:
         return None
     rows = torch.zeros(2, layers, ranks, device=device)  # sums, and how many they are of
     largest = torch.full((3, layers), -1.0, device=device)
+    memory = torch.tensor(_symmetric_megabytes(), device=device)
     for record in records:
         mine, *others = record.figures()
         rows[0, record.number - 1, get_pg_rank(record.ep_group)] += mine
@@ -102,8 +104,15 @@ def gather(layers: int) -> dict[str, Tensor] | None:
             largest[place, record.number - 1] = value
     dist.all_reduce(rows)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     mean, most = (rows[0] / rows[1]).cpu(), largest.masked_fill(largest < 0, float("nan")).cpu()
-    return {"rows": mean, "evicted": most[0], "forward_ms": most[1], "backward_ms": most[2]}
+    return {
+        "rows": mean,
+        "evicted": most[0],
+        "forward_ms": most[1],
+        "backward_ms": most[2],
+        "symmetric_mb": memory.cpu(),
+    }
 
 
 def scalars(found: dict[str, Tensor]) -> dict[str, float]:
@@ -119,6 +128,7 @@ def scalars(found: dict[str, Tensor]) -> dict[str, float]:
         for name in DIRECTIONS:
             if found[f"{name}_ms"][i] > 0:
                 named[f"{layer}/{name} ms"] = float(found[f"{name}_ms"][i])
+    named["mok/symmetric MB"] = float(found["symmetric_mb"])
     named["mok/imbalance"] = max(_imbalance(found["rows"][i]) for i in moe)
     named["mok/evicted rows"] = sum(float(found["evicted"][i]) for i in moe)
     for name in DIRECTIONS:
@@ -144,7 +154,15 @@ def report(args: Any, iteration: int, writer: Any, wandb_writer: Any) -> str | N
     for name in DIRECTIONS:
         if f"mok/{name} ms" in named:
             line += f" | {name} (ms): {named[f'mok/{name} ms']:.2f}"
-    return line + " |"
+    return line + f" | symmetric memory (MB): {found['symmetric_mb']:.0f} |"
+
+
+def _symmetric_megabytes() -> float:
+    if not torch.cuda.is_available():
+        return 0.0
+    from mok_megatron.megakernel import symmetric_bytes
+
+    return symmetric_bytes() / 2**20
 
 
 def _imbalance(rows: Tensor) -> float:

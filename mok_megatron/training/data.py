@@ -1,6 +1,7 @@
 """Text to Megatron's indexed dataset, one token a byte, and back out as training batches."""
 
 import pydoc_data.topics
+import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -35,6 +36,24 @@ def standard_library_text() -> list[str]:
     """English text that every Python has: the help topics of ``pydoc``, one document a topic (490 KB in all)."""
     topics = pydoc_data.topics.topics
     return [topics[name] for name in sorted(topics)]
+
+
+def standard_library_sources(most: int = 8_000_000) -> list[str]:
+    """Text of some megabytes that every Python has: the help topics, then the sources of the standard library.
+
+    Args:
+        most: bytes, about: the document that reaches it is the last.
+    """
+    documents, size = standard_library_text(), 0
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(folder.rglob("*.py")):
+        if {"site-packages", "test", "tests"} & set(path.relative_to(folder).parts):
+            continue
+        documents.append(path.read_text(encoding="utf-8", errors="replace"))
+        size += path.stat().st_size
+        if size >= most:
+            break
+    return documents
 
 
 def write_indexed_dataset(documents: Iterable[str], prefix: Path) -> int:

@@ -54,3 +54,18 @@ def test_peak_is_the_largest_of_all_ranks_in_decimal_gigabytes():
 
 def test_a_log_without_steps_has_none():
     assert read_log("Traceback (most recent call last):\n").loss == []
+
+
+LAYERS = (
+    " mok of the last microbatch | largest imbalance: 1.044 | evicted rows: 0 | forward (ms): {forward:.2f} | "
+    "backward (ms): {backward:.2f} | symmetric memory (MB): {megabytes:.0f} |\n"
+)
+
+
+def test_lines_of_log_mok_give_kernel_times_and_memory_beside_torchs():
+    lines = "".join(LAYERS.format(forward=8 + i, backward=20, megabytes=500) for i in range(12))
+    training = read_log(log(12) + lines)
+    assert training.kernel_ms[0] == 28.0
+    assert training.step_kernel_ms == pytest.approx((28 + 8) * 4)  # the median of steps 6 to 12, four microbatches
+    assert training.peak_gb == pytest.approx(2500 * 2**20 / 1e9)
+    assert read_log(log(12)).step_kernel_ms is None

@@ -85,7 +85,12 @@ def test_rows_of_every_rank_are_those_that_the_routers_chose(found: list[dict[st
 
 def test_other_layers_and_unknown_times_are_left_out(found: list[dict[str, Any]]) -> None:
     for result in found:
-        assert {name.split("/")[1] for name in result["board"]} == {"layer 2", "imbalance", "evicted rows"}
+        assert {name.split("/")[1] for name in result["board"]} == {
+            "layer 2",
+            "imbalance",
+            "evicted rows",
+            "symmetric MB",
+        }
         assert result["wandb"] == result["board"] and result["steps"] == {7}
         assert "ms" not in result["line"] and "evicted rows" in result["line"]
 

@@ -10,28 +10,30 @@ difference of the loss to alltoall's, and "ok" or what failed. Exit status 1 whe
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import os
+import statistics
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+from tests.training.repeated import DEADLINE_S, rank, train
+
 LIMIT = 1e-3
 """Largest relative difference of a loss to alltoall's (bf16; on the CPU fp32 differs by far less)."""
+FORWARD_US, BACKWARD_US = 150, 200
+"""Of the host, to enqueue a layer."""
+HOST = "host time of a layer"
 SAVED = 2
 """Steps after which a checkpoint is written, and after which a run ends that continues it."""
-DEADLINE_S = 30.0
-"""Of one training."""
-
 SHARED = """
     --transformer-impl {implementation} --num-layers 2 --moe-layer-freq [0,1]
     --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 256 --max-position-embeddings 256
@@ -47,7 +49,7 @@ SHARED = """
     --global-batch-size 4 --eval-iters 0 --eval-interval 1000 --log-interval 1 --split 1,0,0
     --tokenizer-type NullTokenizer --vocab-size 512
 """.split()
-ON_GPUS = "--bf16 --moe-grouped-gemm --te-rng-tracker".split()
+ON_GPUS = "--bf16 --moe-grouped-gemm --te-rng-tracker --disable-jit-fuser".split()  # compiled for longer than trained
 GRAPH = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad".split()
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 
@@ -86,13 +88,16 @@ FEATURES = {
     "TP 2 and sequence parallel, EP 2": Feature(
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", gpus=True
     ),
+    "logs of the layers": Feature("--log-mok"),
     "PP 2, EP 1": Feature("--pipeline-model-parallel-size 2", ep=1),
     "forced load balancing": Feature("--moe-router-force-load-balancing"),
     "fused router": Feature("--moe-router-fusion", gpus=True),
     "small macrobatch, so that rows are evicted": Feature("--mok-minibatch-size 128 --mok-macrobatch-size 256"),
+}
+LATER: dict[str, Feature] = {
     "latent experts": Feature("--moe-latent-size 128", gpus=True),
     "packed sequences": Feature("--dataloader-inter-document-masking", gpus=True),
-    "CUDA graphs of attention and router": Feature(
+    "graphs of attention and router": Feature(
         "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess "
         "--cuda-graph-warmup-steps 2 --moe-shared-expert-overlap",
         gpus=True,
@@ -115,30 +120,53 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     on_gpus = torch.cuda.is_available()
     data, results = start(args.data, args.out)
+    flags = [*common(on_gpus), *data]
     trained: dict[tuple[str, ...], list[float]] = {}
-    for name, feature in FEATURES.items():
-        wanted = not args.only or any(word in name for word in args.only.split(","))
-        if not wanted or name in results or (feature.gpus and not on_gpus):
-            continue
-        results[name] = {"verdict": "did not end"}
-        note(args.out, results)
-        results[name] = check(feature, max(args.steps, feature.steps), [*common(on_gpus), *data], trained)
+
+    def wanted(name: str) -> bool:
+        return name not in results and (not args.only or any(word in name for word in args.only.split(",")))
+
+    def settle(name: str, action: Callable[[], dict[str, Any]]) -> None:
+        note(args.out, results | {name: {"verdict": "did not end"}})
+        try:
+            results[name] = action()
+        except BaseException as error:
+            results[name] = failure(error)
         note(args.out, results)
         if rank() == 0 or "error" in results[name]:
             print(f"{name}: {describe(results[name])}", flush=True)
-        if "error" in results[name]:
-            os._exit(1)  # the ranks may no longer be at the same place
-    for name, result in continued([*common(on_gpus), *data], args.data, args.only, results):
-        results[name] = result
-        note(args.out, results)
-        if rank() == 0 or "error" in result:
-            print(f"{name}: {describe(result)}", flush=True)
-        if "error" in result:
-            os._exit(1)
+        if "error" in results[name] and not all_failed(args.data, name):
+            os._exit(1)  # the ranks are no longer at the same place
+
+    def features(table: dict[str, Feature]) -> None:
+        for name, feature in table.items():
+            if wanted(name) and (on_gpus or not feature.gpus):
+                settle(name, partial(check, feature, max(args.steps, feature.steps), flags, trained))
+
+    features(FEATURES)
+    for name, action in continued(flags, args.data).items():
+        if wanted(name):
+            settle(name, action)
+    if on_gpus and wanted(HOST):
+        settle(HOST, partial(host_times, flags))
+    features(LATER)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     return 0 if all(result["verdict"] == "ok" for result in results.values()) else 1
+
+
+def all_failed(folder: Path, name: str) -> bool:
+    """Whether every rank reports a failure of `name` within ten seconds: then the next training can start."""
+    folder = folder / f"failed-{os.environ.get('MASTER_PORT', 0)}-{os.getppid()}" / name.replace("/", " ")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(rank())).touch()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if len(list(folder.iterdir())) == int(os.environ.get("WORLD_SIZE", "1")):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def check(
@@ -155,18 +183,15 @@ def check(
             own = without_mok(own)
         key = (name, *own)
         if key not in trained:
-            try:
-                trained[key] = train([*flags, *own, "--moe-token-dispatcher-type", name])
-            except BaseException as error:
-                return failure(error, name)
+            trained[key] = train([*flags, *own, "--moe-token-dispatcher-type", name])
         losses.append(trained[key])
     if len(losses[0]) != steps:
         return {"verdict": f"{len(losses[0])} of {steps} steps", "difference": 0.0, "against": dispatcher, "s": 0.0}
     return verdict(*losses, LIMIT, start, dispatcher)
 
 
-def continued(flags: list[str], folder: Path, only: str, done: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Repeated, interrupted and handed over: with Megatron's deterministic settings, four steps, saved after two."""
+def continued(flags: list[str], folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Repeated, interrupted and handed over: with Megatron's deterministic settings, saved in the middle."""
     flags = [*flags, *f"--deterministic-mode --expert-model-parallel-size 2 --train-iters {2 * SAVED}".split()]
     flags += ["--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
     folder = folder / f"saved-{os.environ.get('MASTER_PORT', 0)}-{os.getppid()}"
@@ -181,33 +206,64 @@ def continued(flags: list[str], folder: Path, only: str, done: dict[str, Any]) -
             losses[dispatcher] = run(dispatcher, *saved)
         return losses[dispatcher]
 
-    def rest(dispatcher: str, saved_by: str) -> list[float]:
-        whole(saved_by)
-        return run(dispatcher, "--load", str(folder / saved_by), "--ckpt-step", str(SAVED))
-
-    for name, ours, theirs, limit in (
-        ("same seed twice, the same bits", lambda: run("mok"), lambda: whole("mok"), 0.0),
-        ("resumed, the same bits", lambda: rest("mok", "mok"), lambda: whole("mok")[SAVED:], 0.0),
-        (
-            "a checkpoint of mok continues under alltoall",
-            lambda: rest("alltoall", "mok"),
-            lambda: whole("mok")[SAVED:],
-            LIMIT,
-        ),
-        (
-            "a checkpoint of alltoall continues under mok",
-            lambda: rest("mok", "alltoall"),
-            lambda: whole("alltoall")[SAVED:],
-            LIMIT,
-        ),
-    ):
-        if name in done or (only and not any(word in name for word in only.split(","))):
-            continue
+    def again() -> dict[str, Any]:
         begin = time.perf_counter()
-        try:
-            yield name, verdict(ours(), theirs(), limit, begin)
-        except BaseException as error:
-            yield name, failure(error, "one of the runs")
+        return verdict(run("mok"), whole("mok"), 0.0, begin)
+
+    def rest(dispatcher: str, saved_by: str, limit: float) -> dict[str, Any]:
+        begin = time.perf_counter()
+        expected = whole(saved_by)[SAVED:]
+        found = run(dispatcher, "--load", str(folder / saved_by), "--ckpt-step", str(SAVED))
+        return verdict(found, expected, limit, begin)
+
+    return {
+        "same seed twice, the same bits": again,
+        "resumed, the same bits": partial(rest, "mok", "mok", 0.0),
+        "a checkpoint of mok continues under alltoall": partial(rest, "alltoall", "mok", LIMIT),
+        "a checkpoint of alltoall continues under mok": partial(rest, "mok", "alltoall", LIMIT),
+    }
+
+
+def host_times(flags: list[str]) -> dict[str, Any]:
+    """Microseconds that the host needs to enqueue a MoE layer, against the limits; medians over microbatches.
+
+    The layer is all of Megatron's MoELayer: router with its losses, shared expert, experts. `backend` is the part
+    behind `mok_moe`: checks, allocations and launches.
+    """
+    from mok_megatron.megakernel import MegakernelBackend
+    from mok_megatron.megatron.layer import MokMoELayer
+
+    times: dict[str, list[float]] = {}
+    layer_forward = MokMoELayer.forward
+
+    def clocked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            times.setdefault(name, []).append(1e6 * (time.perf_counter() - begin))
+            return result
+
+        return call
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        begin: list[float] = []
+        output, bias = clocked("layer forward", layer_forward)(self, hidden_states, *args, **kwargs)
+        output.register_hook(lambda gradient: begin.append(time.perf_counter()))
+        hidden_states.register_hook(
+            lambda gradient: times.setdefault("layer backward", []).append(1e6 * (time.perf_counter() - begin[0]))
+        )
+        return output, bias
+
+    with (
+        mock.patch.object(MokMoELayer, "forward", forward),
+        mock.patch.object(MegakernelBackend, "forward", clocked("backend forward", MegakernelBackend.forward)),
+        mock.patch.object(MegakernelBackend, "backward", clocked("backend backward", MegakernelBackend.backward)),
+    ):
+        train([*flags, "--expert-model-parallel-size", "2", "--train-iters", "12", "--use-distributed-optimizer",
+               "--moe-token-dispatcher-type", "mok"])  # fmt: skip
+    medians = {name: statistics.median(values[len(values) // 3 :]) for name, values in times.items()}
+    alike = medians["backend forward"] < FORWARD_US and medians["backend backward"] < BACKWARD_US
+    return {"verdict": "ok" if alike else "slower", "us": medians}
 
 
 def verdict(
@@ -228,69 +284,10 @@ def verdict(
     }
 
 
-def failure(error: BaseException, under: str) -> dict[str, Any]:
+def failure(error: BaseException) -> dict[str, Any]:
     """A result that says where it failed."""
     lines = traceback.format_exc().strip().splitlines()
-    return {"verdict": f"failed under {under}", "error": f"{type(error).__name__}: {error}", "trace": lines[-16:]}
-
-
-def train(flags: list[str]) -> list[float]:
-    """The losses of the steps; what Megatron prints is dropped, and its state is as new afterwards."""
-    from megatron.training import training
-
-    from mok_megatron import pretrain
-
-    losses: list[float] = []
-    original = training.training_log
-
-    def record(loss_dict: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        if loss_dict:
-            losses.append(float(loss_dict["lm loss"]))
-        return original(loss_dict, *args, **kwargs)
-
-    watchdog = threading.Timer(DEADLINE_S, give_up)
-    watchdog.daemon = True
-    watchdog.start()
-    training.training_log = record
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            pretrain.run(flags)
-        told = [losses]  # the last pipeline stage knows them
-        torch.distributed.broadcast_object_list(told, src=torch.distributed.get_world_size() - 1)
-    finally:
-        watchdog.cancel()
-        training.training_log = original
-        reset()
-    return told[0]
-
-
-def give_up() -> None:
-    """A training that hangs ends its process; the stack says where."""
-    import faulthandler
-
-    print(f"rank {rank()}: no end within {DEADLINE_S} s", file=sys.stderr, flush=True)
-    faulthandler.dump_traceback()
-    os._exit(1)
-
-
-def reset() -> None:
-    """Megatron's global state, except the process group."""
-    from megatron.core import full_cuda_graph
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-    from megatron.training.determinism import DETERMINISM_ENV_VAR_DEFAULTS
-    from megatron.training.training import destroy_global_state
-
-    torch.use_deterministic_algorithms(False)
-    for name in DETERMINISM_ENV_VAR_DEFAULTS:
-        os.environ.pop(name, None)
-    destroy_global_state()
-    destroy_moe_metrics_tracker()
-    MTPLossLoggingHelper.tracker.clear()
-    for table in (full_cuda_graph.FullCudaGraphWrapper.cuda_graph, full_cuda_graph.FullCudaGraphWrapper.result):
-        table.update(training=None, validation=None)
-    full_cuda_graph.FullCudaGraphWrapper.curr_iteration.update(training=0, validation=0)
-    full_cuda_graph.StaticBufferLoader.static_buffers.update(training=[], validation=[])
+    return {"verdict": "failed", "error": f"{type(error).__name__}: {error}", "trace": lines[-16:]}
 
 
 def common(on_gpus: bool) -> list[str]:
@@ -344,11 +341,11 @@ def describe(result: dict[str, Any]) -> str:
     """A line."""
     if "error" in result:
         return f"{result['verdict']}: {result['error']}\n  " + "\n  ".join(result["trace"])
+    if "us" in result:
+        return (
+            f"{result['verdict']} (" + ", ".join(f"{name} {value:.0f} us" for name, value in result["us"].items()) + ")"
+        )
     return f"{result['verdict']} ({result['difference']:.1e} from {result['against']}, {result['s']:.1f} s)"
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 if __name__ == "__main__":
