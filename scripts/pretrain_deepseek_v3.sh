@@ -46,6 +46,10 @@ while (($#)); do
     esac
     shift
 done
+# Numbers of the user's must be numbers before arithmetic sees them, which would run a command that stands in one.
+count() { [[ -z $2 || $2 =~ ^[1-9][0-9]{0,8}$ ]] || die "$1 is '$2'; give a whole number from 1"; }
+count --gpus "$gpus"
+for name in NNODES GPUS_PER_NODE SLURM_STEP_NUM_NODES SLURM_JOB_NUM_NODES; do count "$name" "${!name:-}"; done
 given() { local word; for word in "${user[@]}"; do [[ $word == "$1" || $word == "$1="* ]] && return; done; return 1; }
 
 python=${PYTHON:-${MOK_VENV:-$root/.venv}/bin/python}
