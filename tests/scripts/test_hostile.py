@@ -19,7 +19,7 @@ HOSTILE = [
     "$(touch pwned)",
     "`touch pwned`",
     "; touch pwned",
-    "a[$(touch pwned)]",
+    "PATH[$(touch pwned)0]",
     "'\"; touch pwned",
     "a\nb * ~",
     "-e x",
