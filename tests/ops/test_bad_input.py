@@ -120,6 +120,7 @@ DISAGREEMENTS: dict[str, tuple[dict, MokConfig, str]] = {
         replace(REFERENCE, macrobatch_size=256),
         "--mok-macrobatch-size differs between ranks: rank 0 has automatic, rank 1 has 256",
     ),
+    "wgrad": ({}, replace(REFERENCE, fp8_wgrad="fp8"), "--mok-fp8-wgrad differs .* rank 0 has bf16, rank 1 has fp8"),
     "minibatch": ({}, replace(REFERENCE, minibatch_size=256), "--mok-minibatch-size differs .* rank 1 has 256"),
 }
 
