@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 HELP = "measure one MoE layer against other implementations"
 FORMATS = ("bf16", "blockwise", "mxfp8")
-BASELINES = ("nccl", "alltoall", "hybridep", "deepep")
+BASELINES = ("nccl", "alltoall", "hybridep", "deepep", "alltoall-blockwise", "hybridep-blockwise")
+BF16_BASELINES = BASELINES[:4]
 # T, H, I, E, K: large experts, many routes, more and smaller experts, many small experts.
 SUITE = ("4096,7168,2048,8,4", "2048,7168,2048,8,8", "8192,4096,1536,16,8", "4096,2048,768,128,8")
 START_TIMEOUT = datetime.timedelta(minutes=10)
@@ -46,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_arguments(parser)
     how = parser.add_argument_group("how to measure")
     how.add_argument(
-        "--baselines", default=",".join(BASELINES), help=f"from {','.join(BASELINES)} (default: all); 'none' for none"
+        "--baselines",
+        default=",".join(BF16_BASELINES),
+        help=f"from {','.join(BASELINES)} (default: those in bf16); 'none' for none",
     )
     how.add_argument(
         "--formats",
@@ -251,8 +254,7 @@ def _measure_shape(
         except layers.Unavailable as reason:
             return Entry(name, note=str(reason))
         found = measure.errors(measure.run_once(layer, problem), expected, group)
-        is_fp8 = isinstance(layer, layers.MokLayer) and layer.config.format != "bf16"
-        if not measure.is_correct(found, dtype, is_fp8):
+        if not measure.is_correct(found, dtype, layer.is_fp8):
             wrong = ", ".join(f"{what} {error:.1e}" for what, error in found.items())
             return Entry(name, errors=found, note=f"wrong results, relative errors {wrong}")
         if args.trace and isinstance(layer, layers.MokLayer):

@@ -23,6 +23,9 @@ class Unavailable(Exception):
 class Layer(Protocol):
     """One implementation, holding its own parameters."""
 
+    is_fp8: bool
+    """Whether its products multiply FP8 numbers."""
+
     def __call__(self, x: Tensor, topk_weights: Tensor) -> Tensor:
         """y [T, H] for x [T, H] and topk_weights [T, K], with the routing of its problem."""
 
@@ -62,6 +65,7 @@ class MokLayer:
 
     def __init__(self, problem: Problem, group: dist.ProcessGroup | None, config: MokConfig, main_grad: bool = True):
         self.problem, self.group, self.config = problem, group, config
+        self.is_fp8 = config.format != "bf16"
         self.w1, self.w2 = parameter(problem.w1, main_grad), parameter(problem.w2, main_grad)
         self.shared = None
         if problem.shared is not None:
@@ -109,4 +113,6 @@ def baselines() -> dict[str, Builder]:
         "alltoall": lambda problem, group: MegatronLayer(problem, group, "alltoall"),
         "hybridep": lambda problem, group: MegatronLayer(problem, group, "hybridep"),
         "deepep": lambda problem, group: MegatronLayer(problem, group, "deepep"),
+        "alltoall-blockwise": lambda problem, group: MegatronLayer(problem, group, "alltoall", "blockwise"),
+        "hybridep-blockwise": lambda problem, group: MegatronLayer(problem, group, "hybridep", "blockwise"),
     }

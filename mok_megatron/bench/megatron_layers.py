@@ -37,11 +37,21 @@ class FixedRouting(torch.nn.Module):
 
 
 class MegatronLayer:
-    """``dispatcher``: "alltoall", or "hybridep" or "deepep" (backends of Megatron's flex dispatcher)."""
+    """One of Megatron's dispatchers.
 
-    def __init__(self, problem: Problem, group: dist.ProcessGroup | None, dispatcher: str):
+    Args:
+        problem, group: as for every implementation.
+        dispatcher: "alltoall", or "hybridep" or "deepep" (backends of Megatron's flex dispatcher).
+        recipe: "blockwise" or "mxfp8": Transformer Engine's FP8 with E4M3 throughout; None is the problem's dtype. Its
+            layers, like ours, quantise weights at the first call only.
+    """
+
+    def __init__(
+        self, problem: Problem, group: dist.ProcessGroup | None, dispatcher: str, recipe: str | None = None
+    ) -> None:
         self.on_gpu = problem.x.is_cuda
-        _require_libraries(dispatcher, self.on_gpu)
+        self.is_fp8 = recipe is not None
+        _require_libraries(dispatcher, self.on_gpu, self.is_fp8)
         ranks = 1 if group is None else group.size()
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")  # of optional packages that Megatron would use
@@ -50,7 +60,7 @@ class MegatronLayer:
 
                 host.enable()
             _start_megatron(ranks)
-            self.layer = _build(problem, dispatcher, self.on_gpu)
+            self.layer = _build(problem, dispatcher, self.on_gpu, recipe)
         self.routing = FixedRouting(problem.topk_ids, problem.shape.experts)
         self.layer.router = self.routing
         self.first, self.second = _expert_weights(self.layer.experts)
@@ -67,7 +77,10 @@ class MegatronLayer:
 
     def __call__(self, x: Tensor, topk_weights: Tensor) -> Tensor:
         self.routing.topk_weights = topk_weights
-        y, _ = self.layer(x.unsqueeze(1))  # [T, 1, H]: a sequence of T tokens, batch 1
+        from megatron.core.fp8_utils import get_fp8_context
+
+        with get_fp8_context(self.layer.config):
+            y, _ = self.layer(x.unsqueeze(1))  # [T, 1, H]: a sequence of T tokens, batch 1
         return y.squeeze(1)
 
     def weight_gradients(self) -> list[Tensor]:
@@ -78,9 +91,9 @@ class MegatronLayer:
             clear(weight)
 
 
-def _require_libraries(dispatcher: str, on_gpu: bool) -> None:
+def _require_libraries(dispatcher: str, on_gpu: bool, is_fp8: bool) -> None:
     if not on_gpu:
-        if dispatcher != "alltoall":
+        if dispatcher != "alltoall" or is_fp8:
             raise Unavailable("needs GPUs")
         return
     if importlib.util.find_spec("transformer_engine") is None:
@@ -101,7 +114,7 @@ def _start_megatron(ranks: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
-def _build(problem: Problem, dispatcher: str, on_gpu: bool) -> Any:
+def _build(problem: Problem, dispatcher: str, on_gpu: bool, recipe: str | None) -> Any:
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer import TransformerConfig
 
@@ -128,6 +141,8 @@ def _build(problem: Problem, dispatcher: str, on_gpu: bool) -> Any:
     }
     if on_gpu:
         fields |= {"moe_grouped_gemm": True, "moe_permute_fusion": True, "gradient_accumulation_fusion": True}
+    if recipe is not None:
+        fields |= {"fp8": "e4m3", "fp8_recipe": recipe}
     if dispatcher != "alltoall":
         fields["moe_flex_dispatcher_backend"] = dispatcher
     config = TransformerConfig(**fields)

@@ -18,6 +18,8 @@ from mok_megatron.bench.problem import Problem
 class NcclLayer:
     """Weight gradients are written fresh in the weights' own type, which is less work than accumulating in fp32."""
 
+    is_fp8 = False
+
     def __init__(self, problem: Problem, group: dist.ProcessGroup | None):
         self.problem, self.group = problem, group
         self.ranks = 1 if group is None else group.size()

@@ -22,7 +22,7 @@ from mok_megatron.resources import PACKAGE
 
 DISTRIBUTIONS = ("mok-megatron", "torch", "megatron-core", "transformer_engine", "deep_ep", "nvidia-cutlass", "triton")
 
-NAME_WIDTH = 14
+NAME_WIDTH = 18
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ def test_a_run_prints_a_table_and_writes_the_record(tmp_path: Path, capsys: pyte
     assert main([*RUN, "--json", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "T 20, H 16, I 16, E 4, K 2; EP 1, reference backend" in printed
-    assert "hybridep        not measured: needs GPUs" in printed
-    assert "mok mxfp8       not measured: 1. --hidden 16 is not a multiple of 32; the block of mxfp8" in printed
+    assert "hybridep            not measured: needs GPUs" in printed
+    assert "mok mxfp8           not measured: 1. --hidden 16 is not a multiple of 32; the block of mxfp8" in printed
     record = json.loads(path.read_text())
     assert record["ranks"] == 1 and record["versions"]["torch"] and record["settings"]["iterations"] == 2
     (result,) = record["results"]
@@ -103,7 +103,7 @@ def test_formats_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtur
     run = ["bench", "--shape", "20,128,128,4,2", "--iterations", "1", "--baselines", "none", "--dtype", "bf16"]
     assert main([*run, "--json", str(tmp_path / "record.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:14].rstrip() for line in lines[2:5]] == ["mok", "mok blockwise", "mok mxfp8"]
+    assert [line[:18].rstrip() for line in lines[2:5]] == ["mok", "mok blockwise", "mok mxfp8"]
     (result,) = json.loads((tmp_path / "record.json").read_text())["results"]
     plain, *fp8 = (max(one["errors"].values()) for one in result["implementations"])
     assert plain < 1e-2 and all(1e-2 < error < 9e-2 for error in fp8)
