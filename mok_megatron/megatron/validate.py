@@ -65,8 +65,8 @@ def mok_config(config: Any) -> MokConfig:
     args = megatron_args()
     if explicit is not None:
         return with_format(explicit, config, args)
-    mok = _tuned(MokConfig() if args is None else config_from_args(args), config, args)
-    mok = with_format(mok, config, args)
+    mok = with_format(MokConfig() if args is None else config_from_args(args), config, args)
+    mok = _tuned(mok, config, args)
     return mok if args is None else _leave_room_for_nccl(mok, args)
 
 

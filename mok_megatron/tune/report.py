@@ -109,7 +109,7 @@ def write_tuned(content: TunedFile, folder: Path, name: str) -> Path:
     path = folder / folder_name(content.gpu) / f"{name}{kind}-ep{content.ep}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     head = "# Written by `mok-megatron tune`; times in milliseconds. The plugin takes it by itself: docs/tools.md.\n"
-    path.write_text(head + yaml.safe_dump(dataclasses.asdict(content), sort_keys=False, width=110))
+    path.write_text(head + yaml.safe_dump(dataclasses.asdict(content), sort_keys=False, width=1000))
     assert load(path) == content
     return path
 

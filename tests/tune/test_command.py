@@ -114,7 +114,8 @@ def test_table_outcome_and_record() -> None:
 
 def test_the_file_says_where_it_comes_from(tmp_path: Path) -> None:
     versions = {"torch": "2", "deep_ep": None}
-    content = report.tuned_file(SHAPE, 2, "NVIDIA H200", FOUND, 0.5, "mok-megatron tune", None, versions)
+    command = "mok-megatron tune --shape 4096,7168,2048,8,4 --output 'a folder: #1'" + " --comm-sms 0" * 9
+    content = report.tuned_file(SHAPE, 2, "NVIDIA H200", FOUND, 0.5, command, None, versions)
     path = report.write_tuned(content, tmp_path, "first")
     assert path == tmp_path / "h200" / "first-ep2.yaml"
     found = tuned.load(path)
