@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mok_megatron.configs import ClusterConfig
 
 HELP = "search the best kernel settings for a model and GPU"
+MOST_CHOICES = 16
 MOK_FLAGS = {
     "--mok-num-sms": "SMs of a launch, as in training",
     "--mok-reserved-sms": "SMs left to others, as in training (8 beside overlapped data-parallel communication)",
@@ -123,15 +124,24 @@ def _check(args: argparse.Namespace) -> None:
     problems.raise_if_any(MokConfigError, "nothing can be searched:")
 
 
+def _check_sms(comm_sms: list[int], sms: int) -> None:
+    from mok_megatron.errors import MokConfigError
+
+    if max(comm_sms) >= sms:
+        raise MokConfigError(f"--comm-sms {max(comm_sms)} leaves none of {sms} SMs for the products; lower it")
+
+
 def _numbers(flag: str, text: str, least: int) -> list[int]:
     from mok_megatron.errors import MokConfigError
 
     try:
         numbers = [int(word) for word in text.split(",")]
-        if min(numbers) < least:
+        if min(numbers) < least or len(numbers) > MOST_CHOICES:
             raise ValueError
     except ValueError:
-        raise MokConfigError(f"{flag} {text!r} is not a list of numbers from {least}, such as 4,8") from None
+        raise MokConfigError(
+            f"{flag} {text[:60]!r} is not a list of up to {MOST_CHOICES} numbers from {least}, such as 4,8"
+        ) from None
     return numbers
 
 
@@ -150,10 +160,11 @@ def _predict(
             "be given"
         )
     cluster = load_cluster(args.cluster)
+    _check_sms(choices[0], base.num_sms or cluster.gpu.sms)
     for shape in shapes:
         shape.check(args.ep)
         points = candidates(shape, *choices, base)
-        expected = expect(points, shape, cluster, args.ep, base)
+        expected = expect(points, shape, cluster, args.ep, base, progress=True)
         known = {point: value for point, value in expected.items() if isinstance(value, Expected)}
         if not known:
             raise MokConfigError(next(value for value in expected.values() if isinstance(value, str)))
@@ -196,6 +207,7 @@ def _tune(
     started = time.monotonic()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     gpu = torch.cuda.get_device_name(device)
+    _check_sms(choices[0], base.num_sms or torch.cuda.get_device_properties(device).multi_processor_count)
     points = candidates(shape, *choices, base)
     cluster = _cluster(args, gpu, ranks)
     expected = _expect_together(points, shape, cluster, base, group)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tqdm import tqdm
+
 from mok_megatron.bench.problem import Shape
 from mok_megatron.config import MokConfig
 from mok_megatron.configs import ClusterConfig, cluster_names, load_cluster
@@ -71,14 +73,19 @@ def find_cluster(gpu: str, ep: int) -> ClusterConfig | None:
 
 
 def expect(
-    points: Sequence[Point], shape: Shape, cluster: ClusterConfig, ep: int, base: MokConfig
+    points: Sequence[Point],
+    shape: Shape,
+    cluster: ClusterConfig,
+    ep: int,
+    base: MokConfig,
+    progress: bool = False,
 ) -> dict[Point, Expected | str]:
-    """What the simulation gives for each point, or why it gives nothing."""
+    """What the simulation gives for each point, or why it gives nothing. `progress`: a bar on stderr, if a terminal."""
     from mok_megatron.simulate.layer import LayerShape, total_time
 
     layer = LayerShape(**dataclasses.asdict(shape))
     found: dict[Point, Expected | str] = {}
-    for point in points:
+    for point in tqdm(points, unit="point", desc="predicting", disable=None if progress else True):
         try:
             config = point.config(base)
             found[point] = Expected(*(total_time(layer, cluster, ep, config, d) / 1e3 for d in (True, False)))
