@@ -193,7 +193,7 @@ class Gpu:
         yield from is_word(self, ("name",))
         if not re.fullmatch(r"\d{1,2}\.\d", self.compute_capability):
             yield "compute_capability", f"is {self.compute_capability!r}, which is not like '9.0'"
-        yield from in_range(self, 1, ("sms",))
+        yield from in_range(self, 2, ("sms",))  # one to communicate, one to multiply
         yield from positive(self, ("memory_gb", "memory_bandwidth", "bf16_tflops", "fp8_tflops"))
 
 

@@ -121,7 +121,7 @@ def moe_times(
     def best(passes: int, sms: int | None) -> MoeTime:
         if sms is not None:
             return direction(passes, sms)
-        times = [direction(passes, sms) for sms in range(1, MAX_COMM_SMS + 1)]
+        times = [direction(passes, sms) for sms in range(1, min(MAX_COMM_SMS, gpu.sms - 1) + 1)]
         good = COMM_TOLERANCE * min(time.total for time in times)
         return next(time for time in times if time.total <= good)
 

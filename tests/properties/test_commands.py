@@ -2,56 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import json
-import os
-import re
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
-import yaml
 from hypothesis import strategies as st
 
 from mok_megatron import cli
 from mok_megatron.compare import dry_run, flags
-from mok_megatron.configs import ClusterConfig, ConfigFileError, ModelConfig, load_cluster, load_model
-from mok_megatron.resources import data_folder
-from tests.properties.cases import cases, error_of, odd_numbers
-
-SECONDS = 30
-"""No case may take longer, on a loaded machine too; nearly all take less than a tenth of a second."""
-MODELS, CLUSTERS = (data_folder("configs") / kind for kind in ("models", "clusters"))
-
-
-def outcome(main: Callable[[Sequence[str]], int], words: list[str]) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of a command."""
-    out, err = io.StringIO(), io.StringIO()
-    start = time.monotonic()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = main(words)
-        except SystemExit as end:  # argparse
-            status = end.code if isinstance(end.code, int) else 1
-    assert time.monotonic() - start < SECONDS, words
-    return status, out.getvalue(), err.getvalue()
-
-
-def assert_answered(main: Callable[[Sequence[str]], int], words: list[str]) -> str | None:
-    """The command's output, or None where it was refused with a message."""
-    status, out, err = outcome(main, words)
-    assert status in (0, 2), (status, err)
-    assert "Traceback" not in err
-    if status == 0:
-        assert out.strip()
-        return out
-    assert re.search(r"error: |mok-megatron (plan|simulate): |pretrain: ", err), err
-    return None
-
+from tests.properties.answers import BASIS, MODELS, assert_answered, outcome
+from tests.properties.cases import cases, odd_numbers
 
 # ---- words
 
@@ -140,7 +99,6 @@ SIMULATE = {
     **dict.fromkeys(("--mok-minibatch-size", "--mok-macrobatch-size", "--mok-num-sms"), numbers),
     **dict.fromkeys(("--mok-fwd-comm-sms", "--mok-bwd-comm-sms"), numbers),
 }
-BASIS = ["--shape", "256,128,64,8,2,64", "--cluster", "h200_x2", "--ep", "2", "--mok-macrobatch-size", "8192"]
 
 
 @cases(120, basis=st.sampled_from([BASIS, BASIS, []]), more=options(SIMULATE, 3))
@@ -193,115 +151,3 @@ def tiny_flags() -> tuple[str, ...]:
 @cases(20, user=options(MEGATRON, 2))
 def test_dry_run(user: list[str]) -> None:
     assert_answered(dry_run.main, ["--dry-run", "--preset", "tiny", "--", *tiny_flags(), *user])
-
-
-# ---- files
-
-ODD_SCALARS = st.one_of(
-    odd_numbers.map(lambda n: "~" if n is None else str(n)),
-    st.text(max_size=8),
-    st.sampled_from(
-        [
-            ".inf",
-            ".nan",
-            "1e-300",
-            "1e308",
-            "0x10",
-            "1:30",
-            "2001-01-01",
-            "'a b'",
-            "[1, 2]",
-            "{a: 1}",
-            "!!python/name:os.system x",
-            "&a 1",
-            "*a",
-            '"\\e[2J"',
-            '"rack\\ntouch pwned"',
-            "1_000",
-            "on",
-        ]
-    ),
-)
-ODD_LINES = st.sampled_from(
-    ["", "  : 1", "- 1", "\t", "---", "...", "%YAML 1.1", "? x", "{", "'", "# \x07", "  moe:", "unknown: 1"]
-)
-
-
-@st.composite
-def damaged(draw: st.DrawFn, path: Path) -> str:
-    """A shipped file with a few of its values, keys or lines changed."""
-    lines = path.read_text().splitlines()
-    figures = [i for i, line in enumerate(lines) if re.match(r" *[\w-]+: \S", line)]
-    for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.sampled_from(figures))
-        key, _, value = lines[at].partition(":")
-        kind = draw(st.integers(0, 9))
-        if kind < 6:
-            lines[at] = f"{key}: {draw(ODD_SCALARS)}"
-        elif kind == 6:
-            lines[at] = f"{key}x:{value}"
-        elif kind == 7:
-            lines[at] = lines[at] + "\n" + lines[at]
-        elif kind == 8:
-            lines[at] = draw(ODD_LINES)
-        else:
-            lines[at] = " " * draw(st.integers(0, 5)) + lines[at].strip()
-    return "\n".join(lines) + "\n"
-
-
-def written(text: str, name: str) -> Path:
-    path = Path(tempfile.gettempdir()) / f"mok-megatron-{os.getpid()}-{name}.yaml"
-    path.write_text(text, encoding="utf-8", errors="surrogateescape")
-    return path
-
-
-def plan_of(model: str, cluster: str) -> str | None:
-    return assert_answered(cli.main, ["plan", "--model", model, "--cluster", cluster, "--gpus", "8"])
-
-
-@cases(120, text=damaged(MODELS / "tiny.yaml"))
-def test_a_damaged_model_file_is_named_or_planned(text: str) -> None:
-    path = written(text, "model")
-    try:
-        error = error_of(lambda: load_model(path))
-        assert error is None or (isinstance(error, ConfigFileError) and str(path) in str(error))
-        plan_of(str(path), "hgx_h200_8gpu")
-    finally:
-        path.unlink()
-
-
-@cases(120, text=damaged(CLUSTERS / "hgx_h200_8gpu.yaml"))
-def test_a_damaged_cluster_file_is_named_or_planned(text: str) -> None:
-    path = written(text, "cluster")
-    try:
-        error = error_of(lambda: load_cluster(path))
-        assert error is None or (isinstance(error, ConfigFileError) and str(path) in str(error))
-        plan_of("tiny", str(path))
-        assert_answered(cli.main, ["simulate", *BASIS[:2], "--cluster", str(path), "--ep", "2", *BASIS[-2:]])
-    finally:
-        path.unlink()
-
-
-yaml_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.dates(),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=5) | st.sampled_from(["moe", "title", "gpu"]), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@cases(
-    150,
-    content=yaml_values.map(yaml.safe_dump) | st.text(max_size=60),
-    cls=st.sampled_from([ModelConfig, ClusterConfig]),
-)
-def test_a_file_of_anything_is_named(content: str, cls: type) -> None:
-    path = written(content, "any")
-    load: Callable[..., Any] = load_model if cls is ModelConfig else load_cluster
-    try:
-        error = error_of(lambda: load(path))
-        assert isinstance(error, ConfigFileError) and str(path) in str(error)
-    finally:
-        path.unlink()
