@@ -224,6 +224,23 @@ def test_a_killed_rank_ends_the_others(tmp_path):
     assert all(not Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_one_before(tmp_path):
+    """The folder is writable at the start and no more at the second checkpoint, as on a full or failing disk."""
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "iter_0000002").write_text("in the way")
+    done = run("--preset", "tiny", "--train-iters", "4", "--save", str(saved), "--save-interval", "1")
+    assert done.returncode not in (0, None)
+    text = done.stdout + done.stderr
+    assert "iter_0000002" in text and "Error" in text
+    assert len(read_log(text).loss) == 2
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert (saved / "iter_0000001" / "metadata.json").exists()
+    again = run("--preset", "tiny", "--train-iters", "4", "--load", str(saved))
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert len(read_log(again.stdout + again.stderr).loss) == 3
+
+
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
