@@ -13,7 +13,7 @@ from mok_megatron.errors import MokConfigError, Problems
 
 BACKENDS = ("auto", "megakernel", "reference")
 FORMATS = ("bf16", "mxfp8", "blockwise")
-WGRAD_TYPES = ("bf16", "fp8")
+PRODUCT_TYPES = ("bf16", "fp8")
 GRADIENT_TYPES = ("e4m3", "e5m2")
 SCALE_KINDS = ("power_of_two", "fp32")
 
@@ -68,7 +68,13 @@ class MokConfig:
         "bf16",
         "With an FP8 format, what the products of the weight gradients multiply: 'bf16', or 'fp8' from column-wise "
         "copies.",
-        choices=WGRAD_TYPES,
+        choices=PRODUCT_TYPES,
+    )
+    fp8_shared: str = _setting(
+        "bf16",
+        "With an FP8 format, what the shared expert's products multiply where it is part of the operator: 'bf16' or "
+        "'fp8'.",
+        choices=PRODUCT_TYPES,
     )
     minibatch_size: int = _setting(
         1024,
@@ -235,7 +241,8 @@ def _check_format(settings: Any, problems: Problems) -> None:
         ("format", settings.format, FORMATS),
         ("fp8_gradients", settings.fp8_gradients, GRADIENT_TYPES),
         ("fp8_scales", settings.fp8_scales, SCALE_KINDS),
-        ("--mok-fp8-wgrad", settings.fp8_wgrad, WGRAD_TYPES),
+        ("--mok-fp8-wgrad", settings.fp8_wgrad, PRODUCT_TYPES),
+        ("--mok-fp8-shared", settings.fp8_shared, PRODUCT_TYPES),
     ):
         problems.require(value in known, f"{name} {value!r} is unknown", f"choose one of {', '.join(known)}")
     problems.require(

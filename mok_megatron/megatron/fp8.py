@@ -53,19 +53,24 @@ def check_fp8(config: Any, mok: MokConfig | None, args: argparse.Namespace | Non
     """
     wgrad = getattr(args, "mok_fp8_wgrad", None)
     if not config.fp8:
-        problems.require(
-            wgrad is None or (mok is not None and mok.format != "bf16"),
-            f"--mok-fp8-wgrad {wgrad} is given, and the layer computes in bf16",
-            "leave it out, or pass --fp8-format e4m3 --fp8-recipe blockwise (or mxfp8)",
-        )
+        for flag, value in (("--mok-fp8-wgrad", wgrad), ("--mok-fp8-shared", getattr(args, "mok_fp8_shared", None))):
+            problems.require(
+                value is None or (mok is not None and mok.format != "bf16"),
+                f"{flag} {value} is given, and the layer computes in bf16",
+                "leave it out, or pass --fp8-format e4m3 --fp8-recipe blockwise (or mxfp8)",
+            )
     else:
         _check_flags(config, wgrad, problems)
     if mok is None or mok.format == "bf16":
         return
     length = BLOCK_LENGTH[mok.format]
-    hidden = config.moe_latent_size or config.hidden_size
-    inner = config.moe_ffn_hidden_size or config.ffn_hidden_size
-    for name, size in (("hidden size", hidden), ("expert intermediate size", inner)):
+    sizes = [
+        ("hidden size", config.moe_latent_size or config.hidden_size),
+        ("expert intermediate size", config.moe_ffn_hidden_size or config.ffn_hidden_size),
+    ]
+    if mok.fp8_shared == "fp8":
+        sizes.append(("shared expert intermediate size", config.moe_shared_expert_intermediate_size))
+    for name, size in sizes:
         if size is not None:
             problems.require(
                 size % length == 0,

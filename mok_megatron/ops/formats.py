@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mok_megatron.config import GRADIENT_TYPES, SCALE_KINDS, WGRAD_TYPES, MokConfig
+from mok_megatron.config import GRADIENT_TYPES, PRODUCT_TYPES, SCALE_KINDS, MokConfig
 from mok_megatron.errors import Problems
 
 
@@ -16,7 +16,8 @@ class Support:
 
     gradients: tuple[str, ...] = GRADIENT_TYPES
     scales: tuple[str, ...] = SCALE_KINDS
-    wgrad: tuple[str, ...] = WGRAD_TYPES
+    wgrad: tuple[str, ...] = PRODUCT_TYPES
+    shared: tuple[str, ...] = PRODUCT_TYPES
 
 
 EVERY_DEVICE = None
@@ -48,6 +49,7 @@ def check_format(config: MokConfig, backend: str, device: torch.device, problems
         (config.fp8_gradients, support.gradients, "gradients", "pass --fp8-format e4m3"),
         (config.fp8_scales, support.scales, "scales", "unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
         (config.fp8_wgrad, support.wgrad, "weight gradients", f"pass --mok-fp8-wgrad {support.wgrad[0]}"),
+        (config.fp8_shared, support.shared, "shared expert", f"pass --mok-fp8-shared {support.shared[0]}"),
     ):
         problems.require(value in known, f"{where} has no {value} {what} in {config.format}", remedy)
 

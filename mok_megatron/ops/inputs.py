@@ -200,7 +200,10 @@ def _check_format(call: MoeInputs, problems: Problems) -> None:
         f"x is {call.x.dtype}, which has no {name} form",
         f"convert all operands to {', '.join(map(str, SOURCE_DTYPES))}, or choose the format bf16",
     )
-    for size_name, size in (("H", call.x.shape[1]), ("I", call.w2.shape[2])):
+    sizes = [("H", call.x.shape[1]), ("I", call.w2.shape[2])]
+    if call.shared is not None and call.config.fp8_shared == "fp8":
+        sizes.append(("Is", call.shared.w2.shape[1]))
+    for size_name, size in sizes:
         problems.require(
             size % length == 0,
             f"{size_name} = {size} is not a multiple of {length}, the block of {name}",

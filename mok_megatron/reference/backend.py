@@ -15,7 +15,7 @@ from mok_megatron.ops.main_grad import store_gradient
 from mok_megatron.ops.schedule import Schedule
 from mok_megatron.reference.exchange import RowExchange, agree, gather_routes, schedules_of_all_ranks
 from mok_megatron.reference.experts import expert_backward, gate_up_of, output_of, tiles
-from mok_megatron.reference.products import PlainProducts, Products, Rows, products_of, wide
+from mok_megatron.reference.products import Products, Rows, products_of, products_of_shared, wide
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Saved:
     products: Products[Any]
     """With the weights as the forward had them."""
     last: Activations
+    shared_products: Products[Any] | None
     shared_gate_up: Tensor | None
 
 
@@ -63,11 +64,14 @@ class ReferenceBackend:
             exchange.to_sources(rows, slots)
 
         y = sum_over_k(slots, call.topk_weights.masked_fill(call.topk_ids < 0, 0))
-        shared_gate_up = None
+        shared_products, shared_gate_up = None, None
         if call.shared is not None:
-            shared_y, shared_gate_up = _shared_forward(call.x, call.shared)
+            shared_products = products_of_shared(call, call.shared)
+            shared_y, shared_gate_up = _shared_forward(call.x, shared_products)
             y = y + wide(shared_y) * _scale(call.shared, call.x).unsqueeze(-1)
-        return y.to(call.x.dtype), Saved(schedules, agreement.macrobatch_rows, products, last, shared_gate_up)
+        return y.to(call.x.dtype), Saved(
+            schedules, agreement.macrobatch_rows, products, last, shared_products, shared_gate_up
+        )
 
     def routing(self, call: MoeInputs, saved: Saved) -> Routing:
         """What the forward found."""
@@ -106,8 +110,8 @@ class ReferenceBackend:
             w1=store_gradient(call.w1, dw1, into_main_grad),
             w2=store_gradient(call.w2, dw2, into_main_grad),
         )
-        if call.shared is not None and saved.shared_gate_up is not None:
-            _shared_backward(call.x, call.shared, saved.shared_gate_up, dy, grads, into_main_grad)
+        if call.shared is not None:
+            _shared_backward(call.x, call.shared, saved, dy, grads, into_main_grad)
         grads.x = grads.x.to(call.x.dtype)
         return grads
 
@@ -150,29 +154,25 @@ def _whole_tiles(rows: Tensor) -> tuple[Tensor, ...]:
     return padded.split(TILE_ROWS)
 
 
-def _shared_products(shared: SharedExpert) -> Products[Any]:
-    """The shared expert keeps x's dtype whatever the format of the routed ones."""
-    return PlainProducts(shared.w1.unsqueeze(0), shared.w2.unsqueeze(0))
-
-
-def _shared_forward(x: Tensor, shared: SharedExpert) -> tuple[Tensor, Tensor]:
+def _shared_forward(x: Tensor, products: Products[Any]) -> tuple[Tensor, Tensor]:
     """The shared expert's output [T, H], before its scale, and its gate and up [T in whole tiles, 2Is]."""
-    products = _shared_products(shared)
-    gate_up = [gate_up_of(products, tile, 0, x.dtype) for tile in _whole_tiles(x)]
+    gate_up = [gate_up_of(products, products.of_x(tile), 0, x.dtype) for tile in _whole_tiles(x)]
     y = [output_of(products, tile, 0) for tile in gate_up]
     return torch.cat(y)[: x.shape[0]], torch.cat(gate_up)
 
 
 def _shared_backward(
-    x: Tensor, shared: SharedExpert, gate_up: Tensor, dy: Tensor, grads: MoeGradients, into_main_grad: bool
+    x: Tensor, shared: SharedExpert, saved: Saved, dy: Tensor, grads: MoeGradients, into_main_grad: bool
 ) -> None:
     """Adds the shared expert's share to `grads.x` and fills in its own gradients."""
-    products, scale = _shared_products(shared), _scale(shared, x)
+    products, gate_up, scale = saved.shared_products, saved.shared_gate_up, _scale(shared, x)
+    assert products is not None and gate_up is not None
     dx, dscale = [], []
     dw1, dw2 = torch.zeros_like(wide(shared.w1)), torch.zeros_like(wide(shared.w2))
     by_tile = (_whole_tiles(dy), _whole_tiles(scale), _whole_tiles(x), gate_up.split(TILE_ROWS))
-    for operands in zip(*by_tile, strict=True):
-        tile_grads = expert_backward(products, 0, *operands)
+    for i, (tile_dy, tile_scale, tile_x, tile_gate_up) in enumerate(zip(*by_tile, strict=True)):
+        operands = products.of_dy(tile_dy), tile_scale, products.of_x(tile_x), tile_gate_up
+        tile_grads = expert_backward(products, 0, *operands, rows=min(TILE_ROWS, x.shape[0] - i * TILE_ROWS))
         dx.append(tile_grads.dx)
         dscale.append(tile_grads.dweight)
         dw1 += tile_grads.dw1

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mok_megatron.config import FORMATS, GRADIENT_TYPES, SCALE_KINDS, TILE_ROWS, WGRAD_TYPES
+from mok_megatron.config import FORMATS, GRADIENT_TYPES, PRODUCT_TYPES, SCALE_KINDS, TILE_ROWS
 from mok_megatron.errors import MokInputError, MokTimeoutError, Problems
 from mok_megatron.formats import BlockScaled
 from mok_megatron.ops.inputs import FLOAT_DTYPES, MoeInputs, check_expert_numbers, check_inputs
@@ -59,7 +59,8 @@ _SAME_ON_ALL_RANKS = (
             ("the format (--fp8-recipe)", "format", FORMATS),
             ("the gradients' type (--fp8-format)", "fp8_gradients", GRADIENT_TYPES),
             ("the kind of scales (NVTE_FP8_BLOCK_SCALING_FP32_SCALES)", "fp8_scales", SCALE_KINDS),
-            ("--mok-fp8-wgrad", "fp8_wgrad", WGRAD_TYPES),
+            ("--mok-fp8-wgrad", "fp8_wgrad", PRODUCT_TYPES),
+            ("--mok-fp8-shared", "fp8_shared", PRODUCT_TYPES),
         )
     ),
     _Same(

@@ -73,7 +73,13 @@ class RowGradients:
 
 
 def expert_backward(
-    products: Products[Any], expert: int, dy: Rows, weight: Tensor, x: Rows, gate_up: Tensor
+    products: Products[Any],
+    expert: int,
+    dy: Rows,
+    weight: Tensor,
+    x: Rows,
+    gate_up: Tensor,
+    rows: int | None = None,
 ) -> RowGradients:
     """Gradients of `weight * down(swiglu(gate_up(x)))` for one tile.
 
@@ -84,6 +90,7 @@ def expert_backward(
         weight: [n] router weight of each row, in the accumulation dtype.
         x: [n, H] of the forward.
         gate_up: [n, 2I] of the forward, in the storage dtype.
+        rows: the first `rows` of the tile are rows, the others padding; None: all are.
     """
     gate, up = wide(gate_up).chunk(2, dim=-1)
     sigmoid = torch.sigmoid(gate)
@@ -96,6 +103,10 @@ def expert_backward(
     dgate = dhidden * up * (sigmoid + silu * (1 - sigmoid))
     dgate_up = torch.cat((dgate, dhidden * silu), dim=-1).to(gate_up.dtype)
     weighted_hidden = (hidden * weight.unsqueeze(-1)).to(gate_up.dtype)
+    if rows is not None:
+        # Padding is zero, but its products with infinite weights are NaN, which no sum over rows may meet.
+        dgate_up[rows:] = 0
+        weighted_hidden[rows:] = 0
     return RowGradients(
         dx=products.dx(dgate_up, expert).to(gate_up.dtype),
         dweight=dweight,

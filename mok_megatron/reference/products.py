@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mok_megatron.config import TILE_ROWS
 from mok_megatron.formats import CACHE, BlockScaled, QuantizedWeight, Recipe, scaled_product
-from mok_megatron.ops.inputs import MoeInputs
+from mok_megatron.ops.inputs import MoeInputs, SharedExpert
 
 type Rows = Tensor | BlockScaled
 """Rows of tokens as they travel to the experts: [n, H] in x's dtype, or quantised row-wise."""
@@ -153,6 +153,15 @@ def products_of(call: MoeInputs) -> Products[Any]:
     if recipe is None:
         return PlainProducts(call.w1, call.w2)
     w1, w2 = (CACHE.get(weight, recipe, recipe.weight) for weight in (call.w1, call.w2))
+    return Fp8Products(recipe, w1, w2, call.x.dtype)
+
+
+def products_of_shared(call: MoeInputs, shared: SharedExpert) -> Products[Any]:
+    """Those of the shared expert, as its expert 0: in x's dtype unless --mok-fp8-shared fp8 asks for the format."""
+    recipe = Recipe.of(call.config)
+    if recipe is None or call.config.fp8_shared == "bf16":
+        return PlainProducts(shared.w1.unsqueeze(0), shared.w2.unsqueeze(0))
+    w1, w2 = (CACHE.get(weight, recipe, lambda w: recipe.weight(w.unsqueeze(0))) for weight in (shared.w1, shared.w2))
     return Fp8Products(recipe, w1, w2, call.x.dtype)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mok_megatron import MokConfig, mok_moe
 from mok_megatron.errors import MokBackendError, MokConfigError, MokInputError, Problems
 from mok_megatron.formats import E4M3, E5M2, Recipe, quantize_1x128, quantize_128x128, quantize_mxfp8
-from mok_megatron.ops import formats
+from mok_megatron.ops import SharedExpert, formats
 from mok_megatron.reference.products import Fp8Products
 from tests.ops.problem import REFERENCE, Problem, assert_same_bits, make_problem, operator
 
@@ -156,6 +156,18 @@ def test_shared_experts_stay_in_the_dtype_of_x() -> None:
     assert_same_bits(operator(p, config=replace(REFERENCE, format="mxfp8")), operator(p, config=REFERENCE))
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_shared_expert_in_fp8_is_a_routed_one_that_every_token_visits(name: str) -> None:
+    p = make_problem(300, hidden=128, inner=128, experts=1, topk=1, routing="distinct", dtype=torch.bfloat16)
+    p = replace(p, topk_weights=torch.ones_like(p.topk_weights))
+    shared = SharedExpert(p.w1[0], p.w2[0], torch.ones(300))
+    config = replace(CONFIGS[name], fp8_shared="fp8")
+    found = operator(replace(p, topk_ids=torch.full_like(p.topk_ids, -1), shared=shared), config=config)
+    routed = operator(p, config=config)
+    names = {"y": "y", "x": "x", "w1": "shared_w1", "w2": "shared_w2", "topk_weights": "shared_scale"}
+    assert_same_bits({k: found[v].reshape(routed[k].shape) for k, v in names.items()}, routed)
+
+
 def test_a_spoilt_token_spoils_itself_and_its_experts_weight_gradients() -> None:
     p = make_problem(64, hidden=128, inner=128, topk=1, routing="distinct", dtype=torch.bfloat16)
     x = p.x.clone()
@@ -174,6 +186,7 @@ def test_a_spoilt_token_spoils_itself_and_its_experts_weight_gradients() -> None
     ("fields", "expected"),
     [
         ({"hidden": 80}, "H = 80 is not a multiple of 32, the block of mxfp8; the nearest that works is 64"),
+        ({"shared_inner": 40}, "Is = 40 is not a multiple of 32, the block of mxfp8"),
         ({"inner": 40}, "I = 40 is not a multiple of 32, the block of mxfp8"),
         ({"dtype": torch.float64}, "x is torch.float64, which has no mxfp8 form"),
     ],
@@ -181,7 +194,8 @@ def test_a_spoilt_token_spoils_itself_and_its_experts_weight_gradients() -> None
 def test_bad_operands(fields: dict[str, object], expected: str) -> None:
     p = make_problem(3, **{"hidden": 64, "inner": 32, **fields})  # type: ignore[arg-type]
     with pytest.raises(MokInputError, match=expected):
-        mok_moe(p.x, p.topk_ids, p.topk_weights, p.w1, p.w2, config=replace(REFERENCE, format="mxfp8"))
+        config = replace(REFERENCE, format="mxfp8", fp8_shared="fp8")
+        mok_moe(p.x, p.topk_ids, p.topk_weights, p.w1, p.w2, config=config, shared=p.shared)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +205,7 @@ def test_bad_operands(fields: dict[str, object], expected: str) -> None:
         ({"fp8_gradients": "fp16"}, "fp8_gradients 'fp16' is unknown"),
         ({"fp8_scales": "e8m0"}, "fp8_scales 'e8m0' is unknown"),
         ({"fp8_wgrad": "fp16"}, "--mok-fp8-wgrad 'fp16' is unknown"),
+        ({"fp8_shared": "fp16"}, "--mok-fp8-shared 'fp16' is unknown"),
         ({"format": "blockwise", "fp8_scales": "fp32", "fp8_wgrad": "fp8"}, "would round x and dy to FP8 twice"),
     ],
 )
@@ -201,7 +216,12 @@ def test_bad_settings(fields: dict[str, str], expected: str) -> None:
 
 def test_what_a_backend_lacks_is_refused_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 9))
-    table = {(9, 9): {"bf16": formats.Support(), "mxfp8": formats.Support(("e4m3",), ("power_of_two",), ("bf16",))}}
+    table = {
+        (9, 9): {
+            "bf16": formats.Support(),
+            "mxfp8": formats.Support(("e4m3",), ("power_of_two",), ("bf16",), ("bf16",)),
+        }
+    }
     monkeypatch.setitem(formats.SUPPORT, "megakernel", table)
     gpu = torch.device("cuda", 0)
 
@@ -212,9 +232,10 @@ def test_what_a_backend_lacks_is_refused_in_one_message(monkeypatch: pytest.Monk
 
     assert message() == message(format="mxfp8", fp8_wgrad="bf16") == ""
     assert "on compute capability 9.9 does not compute in blockwise; it has bf16, mxfp8" in message(format="blockwise")
-    several = message(format="mxfp8", fp8_gradients="e5m2", fp8_wgrad="fp8")
+    several = message(format="mxfp8", fp8_gradients="e5m2", fp8_wgrad="fp8", fp8_shared="fp8")
     assert "no e5m2 gradients in mxfp8; pass --fp8-format e4m3" in several
     assert "no fp8 weight gradients in mxfp8; pass --mok-fp8-wgrad bf16" in several
+    assert "no fp8 shared expert in mxfp8; pass --mok-fp8-shared bf16" in several
 
 
 def test_the_operator_asks_that_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,12 @@ def test_the_type_of_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**FP8, "fp8_param": True}, {}, "--fp8-param-gather keeps parameters in FP8 alone"),
         ({**FP8, "fp8_wgrad": False}, {"mok_fp8_wgrad": "fp8"}, "--no-fp8-wgrad and --mok-fp8-wgrad fp8 contradict"),
         ({}, {"mok_fp8_wgrad": "fp8"}, "--mok-fp8-wgrad fp8 is given, and the layer computes in bf16"),
+        ({}, {"mok_fp8_shared": "fp8"}, "--mok-fp8-shared fp8 is given, and the layer computes in bf16"),
+        (
+            {**FP8, "moe_shared_expert_intermediate_size": 96},
+            {"mok_fp8_shared": "fp8"},
+            "the shared expert intermediate size 96 is not a multiple of 128",
+        ),
         ({**FP8, "moe_ffn_hidden_size": 192}, {}, "intermediate size 192 is not a multiple of 128"),
         (
             {**FP8, "hidden_size": 200},

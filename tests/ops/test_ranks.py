@@ -47,8 +47,10 @@ CASES: dict[str, tuple[dict[str, Any], MokConfig]] = (
     }
     | {
         f"{form} {wgrad}": (
-            {"tokens": 400, "hidden": 128, "inner": 128, "dtype": torch.bfloat16, "shared_inner": 20},
-            replace(AUTOMATIC, format=form, fp8_wgrad=wgrad, fp8_gradients=gradients, macrobatch_size=256),
+            {"tokens": 400, "hidden": 128, "inner": 128, "dtype": torch.bfloat16, "shared_inner": 128},
+            replace(
+                AUTOMATIC, format=form, fp8_wgrad=wgrad, fp8_shared="fp8", fp8_gradients=gradients, macrobatch_size=256
+            ),
         )
         for form, wgrad, gradients in (
             ("mxfp8", "fp8", "e5m2"),
