@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 DIRECTIONS = ("forward", "both")
-COLOURS = {"mok": "#1b6ca8", "nccl": "#c9c9c9", "alltoall": "#9aa5b1", "hybridep": "#e0a458", "deepep": "#b56576"}
+COLOURS = {
+    "mok": "#1b6ca8",
+    "mok blockwise": "#4f9fd6",
+    "mok mxfp8": "#9ccbec",
+    "nccl": "#c9c9c9",
+    "alltoall": "#9aa5b1",
+    "alltoall-blockwise": "#6f7d8c",
+    "hybridep": "#e0a458",
+    "hybridep-blockwise": "#b97f34",
+    "deepep": "#b56576",
+}
 
 
 def draw(record: dict[str, Any], picture: Path) -> None:
@@ -44,7 +54,7 @@ def draw(record: dict[str, Any], picture: Path) -> None:
     panels[0].plot([], [], "k--", linewidth=1, label="products alone")
     panels[0].legend(fontsize=8)
     hardware = record["hardware"]["device"]
-    figure.suptitle(f"One MoE layer, bf16, {record['ranks']} x {hardware}, EP {record['ranks']}", fontsize=11)
+    figure.suptitle(f"One MoE layer, {record['ranks']} x {hardware}, EP {record['ranks']}", fontsize=11)
     figure.savefig(picture, dpi=130)
     plt.close(figure)
 
@@ -75,8 +85,9 @@ def table_rows(record: dict[str, Any]) -> list[str]:
 
 
 def _names(record: dict[str, Any]) -> list[str]:
-    """Implementations in the order of the record, mok first."""
-    return list(dict.fromkeys(["mok", *(i["name"] for r in record["results"] for i in r["implementations"])]))
+    """Implementations that were measured, in the order of the record, mok in bf16 first."""
+    found = (i["name"] for r in record["results"] for i in r["implementations"] if i["times"])
+    return list(dict.fromkeys(["mok", *found]))
 
 
 def _time(result: dict[str, Any], name: str, direction: str) -> float:
