@@ -89,8 +89,9 @@ FAULTS: dict[str, Fault] = {
     "dY beside padding": _at("dy", LONELY_TOKEN, 9),
     "a router weight": _at("weights", TOKEN, 1),
     "the weight of a dropped route": _at("weights", DROPPED, 0),
-    "a gate or up weight of the shared expert": _shared_at(0, 3, 4),
+    "a gate weight of the shared expert": _shared_at(0, 3, 4),
     "a down weight of the shared expert": _shared_at(1, 5, 6),
+    "an up weight of the shared expert": _shared_at(0, SHARED + 3, 4),
     "a shared expert's gate": _at("scale", TOKEN),
 }
 NOWHERE = ("an expert without rows", "the weight of a dropped route")
@@ -102,6 +103,13 @@ def with_fault(name: str, value: float) -> Problem:
     problem = copy(make_layer())
     FAULTS[name](problem, value)
     return problem
+
+
+def one_token(problem: Problem) -> Problem:
+    """Only LONELY_TOKEN of the problem: every tile is padding but for one row."""
+    part = slice(LONELY_TOKEN, LONELY_TOKEN + 1)
+    cut = {name: getattr(problem, name)[part] for name in ("x", "ids", "weights", "dy", "scale")}
+    return replace(problem, **cut)
 
 
 def copy(problem: Problem, device: torch.device | str = "cpu") -> Problem:
@@ -137,8 +145,8 @@ def reference(problem: Problem, group: dist.ProcessGroup | None = None) -> Resul
 
 
 @functools.cache
-def _virtual_ranks(ranks: int, ring: int | None, shared: bool) -> VirtualRanks:
-    layer = copy(make_layer(), DEVICE)
+def _virtual_ranks(ranks: int, ring: int | None, shared: bool, tokens: int) -> VirtualRanks:
+    layer = copy(make_layer() if tokens > 1 else one_token(make_layer()), DEVICE)
     config = kernel_config() if ring is None else kernel_config(minibatch_size=128, macrobatch_size=ring)
     return VirtualRanks(layer if shared else replace(layer, shared=None, scale=None), ranks, config)
 
@@ -148,7 +156,8 @@ def megakernel(problem: Problem, ranks: int = 1, ring: int | None = None) -> Res
 
     `ring`: rows of a macrobatch; rows beyond it are dispatched again in the backward.
     """
-    found = _virtual_ranks(ranks, ring, problem.shared is not None).run(copy(problem, DEVICE))
+    run = _virtual_ranks(ranks, ring, problem.shared is not None, len(problem.x))
+    found = run.run(copy(problem, DEVICE))
     return {name: value.cpu() for name, value in found.items()}
 
 
