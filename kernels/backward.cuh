@@ -31,20 +31,29 @@ class BackwardProgram {
     macrobatches_ = max(1, (blocks_ + ring_blocks() - 1) / ring_blocks());
     per_ = group_blocks(p.common.shape.minibatch_rows / kTileRows, ring_blocks(), dhidden_columns(false),
                         gridDim.x - p.common.comm_ctas);
+    MokSchedule const& sched = p.common.schedule;
+    if (blocks_ > 0 && pulls_freely())
+      first_ = first_block(sched.expert_offsets[sched.block_expert[0] + 1] / kTileRows, p.common.shape.rank, p.common.shape.ranks);
   }
 
   __device__ Common const& common() const { return p_.common; }
   __device__ void const* map(int i) const { return p_.maps + i; }
   static constexpr bool kForward = false;
   __device__ bool evicts() const { return false; }
+  // Whether no pull waits for a tile.
+  __device__ bool pulls_freely() const { return macrobatches_ == 1; }
 
   __device__ bool tile(uint32_t n, Tile& t) const;
   __device__ bool ready(Tile const& t, Waiter const& w) const;
-  __device__ void completed(Tile const& t) const;
+  // Tiles whose results the end of the launch reads, here or on a peer.
+  __device__ int pushing_tiles() const {
+    return blocks_ * (dhidden_columns(false) + dx_columns(false)) + shared_head();
+  }
+  __device__ void completed(Tile const& t, Waiter const& w) const;
   __device__ bool pull_job(uint32_t n, PullJob& job) const;
   __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, StageCursor& cursor, int thread,
                                           TileTimes& times) const;
-  __device__ void finish(int warp, int warps) const;
+  __device__ void finish(int thread, int threads) const;
 
  private:
   // Sizes. `shared`: of the shared expert.
@@ -79,6 +88,10 @@ class BackwardProgram {
     b.experts = m == 0 ? p_.common.shape.experts_local : of[b.first + b.count - 1] + 1 - b.expert;
     return b;
   }
+  __device__ int in_macrobatch(PhaseTile const& phase) const {
+    int block = rotated_block(phase, p_.common.shape.rank, p_.common.shape.ranks) + first_;
+    return pulls_freely() && block >= blocks_ ? block - blocks_ : block;
+  }
   __device__ int tiles_of(Macrobatch const& b) const {
     return b.count * ((b.again ? fc1_columns() : 0) + dhidden_columns(false) + dx_columns(false)) +
            b.experts * dweight_tiles(false);
@@ -87,6 +100,18 @@ class BackwardProgram {
   template <Major A, Major B, bool Continue = false>
   __device__ __forceinline__ bool product(Accumulator& acc, Tile const& t, SharedMemory& s, StageCursor& cursor, int thread) const {
     return multiply<A, B, Continue>(acc, s.stages, s.stage_full, s.stage_empty, cursor, t.k_tiles, thread, s.waiter);
+  }
+  // The matrix that a weight-gradient tile belongs to.
+  struct Gradient {
+    MokGrad const& grad;
+    size_t offset;  // of the expert's matrix, in elements
+    int rows, cols;
+  };
+  __device__ __forceinline__ Gradient gradient(Tile const& t) const {
+    bool dw1 = t.kind == kDw1;
+    int w = width(t.shared), rows = dw1 ? 2 * w : hidden(), cols = dw1 ? hidden() : w;
+    MokGrad const& grad = dw1 ? (t.shared ? p_.b.dshared_w1 : p_.b.dw1) : (t.shared ? p_.b.dshared_w2 : p_.b.dw2);
+    return {grad, size_t(t.expert) * rows * cols, rows, cols};
   }
   __device__ __forceinline__ void store_gradient(Tile const& t, Accumulator const& acc, int thread) const;
   // Where the accumulators of a tile wait, saved by macrobatch `m`.
@@ -100,13 +125,13 @@ class BackwardProgram {
   Params const& p_;
   int blocks_, macrobatches_;
   int per_;  // blocks in a group of minibatches
+  int first_ = 0;  // the block that comes first, if there is one macrobatch
 };
 
 // ---- the list
 
 __device__ inline bool BackwardProgram::tile(uint32_t n, Tile& t) const {
   int i = int(n);
-  MokShape const& s = p_.common.shape;
   if (i < shared_head()) {
     int dhidden = token_blocks() * dhidden_columns(true);
     bool first = i < dhidden;
@@ -130,7 +155,7 @@ __device__ inline bool BackwardProgram::tile(uint32_t n, Tile& t) const {
     }
     PhaseTile phase = i < fc1 ? phase_tile(i, b.count, per, fc1_columns(), 0, false)
                               : phase_tile(i - fc1, b.count, per, dhidden_columns(false), dx_columns(false), true);
-    int block = b.first + rotated_block(phase, s.rank, s.ranks);
+    int block = b.first + in_macrobatch(phase);
     t = rows_tile(i < fc1 ? kFc1 : phase.phase == 0 ? kDHidden : kDx, block, (block - b.first) * kTileRows,
                   p_.common.schedule.block_expert[block], column_tile(phase), false);
     t.macrobatch = m;
@@ -212,7 +237,7 @@ __device__ inline bool BackwardProgram::ready(Tile const& t, Waiter const& w) co
   }
 }
 
-__device__ inline void BackwardProgram::completed(Tile const& t) const {
+__device__ inline void BackwardProgram::completed(Tile const& t, Waiter const& w) const {
   Common const& c = p_.common;
   Counters& k = c.counters();
   if (t.kind == kFc1) ptx::add_release_gpu(c.counts(c.at.fc1) + t.block, 1);
@@ -222,6 +247,7 @@ __device__ inline void BackwardProgram::completed(Tile const& t) const {
   }
   // The shared expert's last tiles may run early, and are no part of any macrobatch.
   if (!t.shared) ptx::add_release_gpu(&k.tiles_done.value, 1);
+  if (t.kind == kDHidden || t.kind == kDx) tile_pushed(c, w, pushing_tiles(), evicts());
 }
 
 __device__ inline bool BackwardProgram::pull_job(uint32_t n, PullJob& job) const {
@@ -241,7 +267,7 @@ __device__ inline bool BackwardProgram::pull_job(uint32_t n, PullJob& job) const
     if (b.again && !x) i -= b.count * jobs_a_block;
     int per = per_, first = i / jobs_a_block / per * per;
     PhaseTile phase{0, first, min(per, b.count - first), i / jobs_a_block - first};
-    int in_ring = rotated_block(phase, c.shape.rank, c.shape.ranks), block = b.first + in_ring;
+    int in_ring = in_macrobatch(phase), block = b.first + in_ring;
     int part = (i % jobs_a_block + c.shape.rank * jobs_a_block / c.shape.ranks) % jobs_a_block;
     char* rows = x ? static_cast<char*>(p_.b.x_rows) : c.local<char>(c.at.dy_rows);
     job.row = block * kTileRows + part * rows_each;
@@ -267,11 +293,9 @@ __device__ __forceinline__ void BackwardProgram::store_gradient(Tile const& t, A
     save_accumulator(acc, carry(t, t.macrobatch), thread);
     return;
   }
-  bool dw1 = t.kind == kDw1;
-  MokGrad const& grad = dw1 ? (t.shared ? p_.b.dshared_w1 : p_.b.dw1) : (t.shared ? p_.b.dshared_w2 : p_.b.dw2);
-  if (t.k_tiles == 0 && grad.accumulate) return;
-  int w = width(t.shared), rows = dw1 ? 2 * w : hidden(), cols = dw1 ? hidden() : w;
-  store_dweight(acc, grad, size_t(t.expert) * rows * cols, rows, cols, t.row, t.col, thread);
+  Gradient g = gradient(t);
+  if (t.k_tiles == 0 && g.grad.accumulate) return;
+  store_dweight(acc, g.grad, g.offset, g.rows, g.cols, t.row, t.col, thread);
 }
 
 __device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMemory& s, StageCursor& cursor,
@@ -335,6 +359,10 @@ __device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMe
     return true;
   }
   if (t.number < 0) return true;
+  if (!t.carry_out) {
+    Gradient g = gradient(t);
+    prefetch_dweight(g.grad, g.offset, g.rows, g.cols, t.row, t.col, thread);
+  }
   if (t.carry_in) {
     Accumulator sum;
     restore_accumulator(sum, carry(t, t.macrobatch + 1), thread);
@@ -349,14 +377,14 @@ __device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMe
   return true;
 }
 
-__device__ inline void BackwardProgram::finish(int warp, int warps) const {
+__device__ inline void BackwardProgram::finish(int thread, int threads) const {
   Common const& c = p_.common;
   bool shared = width(true) > 0;
   sum_over_k({c.own<__nv_bfloat16>(c.symmetric.slots), p_.b.topk_ids, nullptr,
               shared ? c.local<__nv_bfloat16>(c.at.shared_out) : nullptr, nullptr, static_cast<__nv_bfloat16*>(p_.b.dx),
               c.tokens, c.shape.topk, hidden()},
-             warp, warps);
-  int thread = warp * 32 + threadIdx.x % 32, threads = warps * 32, columns = dhidden_columns(false);
+             &c.counters().next_sum.value);
+  int columns = dhidden_columns(false);
   float const* partial = c.own<float>(c.symmetric.dweight);
   for (int i = thread; i < c.tokens * c.shape.topk; i += threads) {
     float sum = 0.f;

@@ -22,6 +22,9 @@ class ForwardProgram {
       : p_(p), blocks_(p.common.schedule.info[0] / kTileRows) {
     MokShape const& s = p.common.shape;
     per_ = group_blocks(s.minibatch_rows / kTileRows, ring_blocks(), fc1_columns(), gridDim.x - p.common.comm_ctas);
+    MokSchedule const& sched = p.common.schedule;
+    if (blocks_ > 0 && !evicts())
+      first_ = first_block(sched.expert_offsets[sched.block_expert[0] + 1] / kTileRows, s.rank, s.ranks);
   }
 
   __device__ Common const& common() const { return p_.common; }
@@ -29,6 +32,8 @@ class ForwardProgram {
   static constexpr bool kForward = true;
   // Whether the backward will have to pull x again.
   __device__ bool evicts() const { return blocks_ > ring_blocks(); }
+  // Whether no pull waits for a tile, so that even those who multiply may pull before their first tile.
+  __device__ bool pulls_freely() const { return !evicts(); }
 
   // Tile `n` of the list; false past its end.
   __device__ bool tile(uint32_t n, Tile& tile) const {
@@ -49,7 +54,7 @@ class ForwardProgram {
     if (t >= blocks_ * (fc1_columns() + fc2_columns())) return false;
     // In a ring of one minibatch, FC1 of the next would wait for FC2 of this one.
     PhaseTile phase = phase_tile(t, blocks_, per_, fc1_columns(), fc2_columns(), s.ring_rows >= 2 * s.minibatch_rows);
-    int block = rotated_block(phase, s.rank, s.ranks), column = column_tile(phase);
+    int block = block_at(phase), column = column_tile(phase);
     int row = block % ring_blocks() * kTileRows, expert = p_.common.schedule.block_expert[block];
     tile = phase.phase == 0 ? fc1(block, row, expert, column, kXRows, kW1, false)
                             : fc2(block, row, expert, column, kHidden, kW2, false);
@@ -69,11 +74,19 @@ class ForwardProgram {
     return w.counter(c.counts(c.at.fc1) + t.block, fc1_columns(), MOK_FLAG_FC1, t.block);
   }
 
+  // Tiles whose rows the sum over k reads.
+  __device__ int pushing_tiles() const {
+    return fc2_columns() * (blocks_ + (p_.common.shape.shared_intermediate ? token_blocks() : 0));
+  }
   // Counts a tile whose outputs are stored.
-  __device__ void completed(Tile const& t) const {
+  __device__ void completed(Tile const& t, Waiter const& w) const {
     Common const& c = p_.common;
-    if (t.kind == kFc1) ptx::add_release_gpu(c.counts(t.shared ? c.at.shared_fc1 : c.at.fc1) + t.block, 1);
-    else if (!t.shared) ptx::add_release_gpu(c.counts(c.at.fc2) + t.block, 1);
+    if (t.kind == kFc1) {
+      ptx::add_release_gpu(c.counts(t.shared ? c.at.shared_fc1 : c.at.fc1) + t.block, 1);
+      return;
+    }
+    if (!t.shared) ptx::add_release_gpu(c.counts(c.at.fc2) + t.block, 1);
+    tile_pushed(c, w, pushing_tiles(), evicts());
   }
 
   // Rows are pulled in the order in which tiles need them.
@@ -83,7 +96,7 @@ class ForwardProgram {
     if (n >= uint32_t(blocks_) * jobs_a_block) return false;
     int first = int(n / jobs_a_block) / per_ * per_;
     PhaseTile phase{0, first, min(per_, blocks_ - first), int(n / jobs_a_block) - first};
-    int block = rotated_block(phase, c.shape.rank, c.shape.ranks);
+    int block = block_at(phase);
     int part = (n % jobs_a_block + c.shape.rank * jobs_a_block / c.shape.ranks) % jobs_a_block;
     int reuse = block - ring_blocks();
     job.row = block * kTileRows + part * rows_each;
@@ -138,16 +151,20 @@ class ForwardProgram {
   }
 
   // After all peers' rows have arrived.
-  __device__ void finish(int warp, int warps) const {
+  __device__ void finish(int, int) const {
     Common const& c = p_.common;
     bool shared = c.shape.shared_intermediate > 0;
     sum_over_k({c.own<__nv_bfloat16>(c.symmetric.slots), p_.f.topk_ids, p_.f.topk_weights,
                 shared ? c.local<__nv_bfloat16>(c.at.shared_out) : nullptr, p_.f.shared_scale,
                 static_cast<__nv_bfloat16*>(p_.f.y), c.tokens, c.shape.topk, c.shape.hidden},
-               warp, warps);
+               &c.counters().next_sum.value);
   }
 
  private:
+  __device__ int block_at(PhaseTile const& phase) const {
+    int block = rotated_block(phase, p_.common.shape.rank, p_.common.shape.ranks) + first_;
+    return block < blocks_ ? block : block - blocks_;
+  }
   __device__ int token_blocks() const { return (p_.common.tokens + kTileRows - 1) / kTileRows; }
   __device__ int ring_blocks() const { return p_.common.shape.ring_rows / kTileRows; }
   __device__ int fc1_columns() const { return (p_.common.shape.intermediate + 127) / 128; }
@@ -173,6 +190,7 @@ class ForwardProgram {
   Params const& p_;
   int blocks_;  // blocks of 128 routed rows of this rank
   int per_;     // of them in a group of minibatches
+  int first_ = 0;  // the one that comes first
 };
 
 }  // namespace mok

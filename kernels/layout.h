@@ -21,7 +21,9 @@ struct Counters {
   Counter prepare_pushed, prepare_counted;          // CTAs of the prepare kernel
   Counter next_tile, next_pull;                     // dynamic distribution of work
   Counter tiles_done, dhidden_done, shared_dhidden_done;  // whole-launch counts
-  Counter compute_finished, exited;                 // CTAs
+  Counter tiles_pushed;                             // of those whose rows the sum over k reads, here or on a peer
+  Counter next_sum;                                 // dynamic distribution of the sum over k
+  Counter exited;                                   // CTAs
 };
 
 // What a rank tells its peers about a launch.
@@ -75,7 +77,7 @@ struct SymmetricLayout {
   }
 };
 
-constexpr int kSortCtas = 32;  // CTAs that count and place routes in the prepare kernel
+constexpr int kSortCtas = 128;  // CTAs that count and place routes in the prepare kernel, at most
 
 // Offsets in the scratch.
 struct ScratchLayout {

@@ -110,7 +110,7 @@ __device__ __forceinline__ void signal_tiles(Program const& program, SharedMemor
     if (!s.waiter.barrier(s.tile_done + slot, parity)) return;
     ptx::fence_gpu();
     ptx::fence_async_proxy();
-    program.completed(s.tiles[slot]);
+    program.completed(s.tiles[slot], s.waiter);
     ptx::barrier_arrive(s.tile_empty + slot);
   }
 }
@@ -128,6 +128,11 @@ __device__ __forceinline__ void pull_rows(Program const& program, SharedMemory& 
 template <class Program>
 __device__ __forceinline__ uint32_t multiply_tiles(Program const& program, SharedMemory& s, int thread) {
   StageCursor cursor;
+  if (program.pulls_freely()) {
+    Common const& c = program.common();
+    pull_until(c, s.waiter, &c.counters().next_pull.value, [&](uint32_t n, PullJob& job) { return program.pull_job(n, job); },
+               [&] { return __any_sync(0xffffffffu, thread % 32 == 0 && ptx::barrier_try_wait(s.tile_full, 0)); });
+  }
   for (uint32_t n = 0;; ++n) {
     uint32_t slot = n % kTileSlots;
     TileTimes times(program.common(), thread, n);
@@ -162,6 +167,7 @@ __global__ __launch_bounds__(kThreads, 1) void megakernel(__grid_constant__ type
       ptx::store_release_sys(c.peer<uint32_t>(peer, c.symmetric.input_flag) + c.shape.rank, s.waiter.epoch);
 
   Program program(p);
+  if (blockIdx.x == 0 && threadIdx.x == 0 && program.pushing_tiles() == 0) announce_done(c, s.waiter, program.evicts());
   if (int(blockIdx.x) < c.comm_ctas) {
     if (warp < kCommWarps) pull_rows(program, s, warp);
   } else if (warp < 4) {
@@ -175,12 +181,12 @@ __global__ __launch_bounds__(kThreads, 1) void megakernel(__grid_constant__ type
     }
   } else {
     ptx::registers_acquire<kConsumerRegisters>();
-    int thread = threadIdx.x - 128, compute_ctas = gridDim.x - c.comm_ctas;
+    int thread = threadIdx.x - 128;
     uint32_t tiles = multiply_tiles(program, s, thread);
     TileTimes times(c, thread, tiles);
-    if (exchange_done(c, s.waiter, thread, compute_ctas, program.evicts(), Program::kForward)) {
+    if (await_done(c, s.waiter, thread, Program::kForward)) {
       times.started();
-      program.finish((int(blockIdx.x) - c.comm_ctas) * kConsumerWarps + thread / 32, compute_ctas * kConsumerWarps);
+      program.finish((int(blockIdx.x) - c.comm_ctas) * kConsumerThreads + thread, (gridDim.x - c.comm_ctas) * kConsumerThreads);
       times.multiplied();
       times.stored(kTraceFinish, 0, 0);
     }

@@ -182,4 +182,43 @@ class Puller {
   uint32_t issued_ = 0, stored_ = 0, counted_ = 0;
 };
 
+// Rows pulled by a warp that would only wait otherwise, with ordinary loads and stores: many such warps are faster than
+// the copy engine's rings, at the price of their registers. Until `enough()`, or no job is left. Where a job may have
+// to wait for a tile, this must not be used: the warp is one of those that finish tiles.
+template <class Job, class Enough>
+__device__ __forceinline__ void pull_until(Common const& c, Waiter const& waiter, uint32_t* next, Job job, Enough enough) {
+  constexpr int kAtOnce = 8;  // loads in flight
+  int lane = threadIdx.x % 32, stride = c.routes_per_rank(), quads = c.shape.hidden / 8;
+  int ready = c.shape.rank;   // a peer known to be ready
+  while (!enough()) {
+    PullJob j;
+    if (!job(__shfl_sync(0xffffffffu, lane == 0 ? ptx::fetch_add_relaxed_gpu(next, 1) : 0u, 0), j)) return;
+    int sources = lane < c.pull_rows ? c.schedule.row_source[j.row + lane] : 0;
+    for (int r = 0; r < c.pull_rows; ++r) {
+      int s = __shfl_sync(0xffffffffu, sources, r), rank = s < 0 ? c.shape.rank : s / stride;
+      if (rank != ready && rank != c.shape.rank) {
+        uint32_t const* flag = c.own<uint32_t>(c.symmetric.input_flag) + rank;
+        if (!__all_sync(0xffffffffu, waiter.peer_flag(flag, waiter.epoch, MOK_FLAG_INPUT, rank))) return;
+        ready = rank;
+      }
+      char const* base = rank == c.shape.rank ? j.own_input : c.peer<char const>(rank, j.peer_input);
+      auto* from = reinterpret_cast<uint4 const*>(base) + (s < 0 ? 0 : size_t(s % stride / c.shape.topk) * quads);
+      auto* to = reinterpret_cast<uint4*>(j.dst) + size_t(r) * quads;
+      for (int first = lane; first < quads; first += 32 * kAtOnce) {
+        uint4 v[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          v[i] = make_uint4(0, 0, 0, 0);
+          if (s >= 0 && first + 32 * i < quads) v[i] = ptx::load_l2(from + first + 32 * i);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          if (first + 32 * i < quads) ptx::store_16(to + first + 32 * i, v[i]);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) ptx::add_release_gpu(j.arrived, c.pull_rows);
+  }
+}
+
 }  // namespace mok

@@ -109,6 +109,14 @@ __device__ __forceinline__ void store_dhidden(Accumulator& acc, DHiddenOutput co
   }
 }
 
+// Brings what a weight-gradient tile is added to into L2: each thread half a row of the tile.
+__device__ __forceinline__ void prefetch_dweight(MokGrad const& grad, size_t offset, int rows, int cols, int row0, int col0, int thread) {
+  int row = row0 + thread / 2, col = col0 + thread % 2 * (kTileCols / 2), n = min(kTileCols / 2, cols - col);
+  int size = grad.dtype == MOK_GRAD_FP32 ? 4 : 2;
+  if (grad.accumulate && row < rows && n > 0)
+    ptx::bulk_prefetch(static_cast<char const*>(grad.data) + (offset + size_t(row) * cols + col) * size, n * size);
+}
+
 // Weight gradient: added to, or written over, a matrix [rows, cols] of fp32 or bf16.
 __device__ __forceinline__ void store_dweight(Accumulator const& acc, MokGrad const& grad, size_t offset, int rows, int cols,
                                               int row0, int col0, int thread) {

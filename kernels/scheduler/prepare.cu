@@ -19,17 +19,27 @@ __device__ void clear_counters(Common const& c) {
   if (thread == 0) {
     Counters& k = c.counters();
     for (Counter* p : {&k.failed, &k.next_tile, &k.next_pull, &k.tiles_done, &k.dhidden_done, &k.shared_dhidden_done,
-                       &k.compute_finished, &k.exited})
+                       &k.tiles_pushed, &k.next_sum, &k.exited})
       p->value = 0;
   }
 }
 
-__device__ void copy_input(Common const& c, void const* from, size_t to) {
+// By CTAs from `first_cta` on.
+__device__ void copy_input(Common const& c, void const* from, size_t to, int first_cta) {
   if (c.shape.ranks == 1) return;  // pulled from where it is
+  constexpr int kAtOnce = 8;       // loads in flight
   auto* dst = c.own<uint4>(to);
   auto* src = static_cast<uint4 const*>(from);
-  size_t n = size_t(c.tokens) * c.shape.hidden / 8, stride = size_t(gridDim.x) * kThreads;
-  for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += stride) dst[i] = src[i];
+  size_t n = size_t(c.tokens) * c.shape.hidden / 8, step = size_t(kAtOnce) * kThreads;
+  for (size_t base = (blockIdx.x - first_cta) * step + threadIdx.x; base < n; base += (gridDim.x - first_cta) * step) {
+    uint4 v[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (base + j * kThreads < n) v[j] = __ldcs(src + base + j * kThreads);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (base + j * kThreads < n) dst[base + j * kThreads] = v[j];
+  }
 }
 
 // Writes this rank's routes into every peer's memory, nearest rank number first so that not all write to rank 0.
@@ -60,32 +70,59 @@ __device__ void send_routes(Common const& c, int32_t const* ids, float const* we
   }
 }
 
-// Walks a range of the routes of all ranks, in (rank, token, k) order, 32 at a time: visit(expert or -1, rank, route).
+// CTAs that sort: more where there are many routes.
+__device__ int sort_ctas(Common const& c) {
+  int routes = c.shape.ranks * c.shape.max_tokens * c.shape.topk;
+  return min(int(gridDim.x), min(kSortCtas, max(32, routes / 8192)));
+}
+
+// Walks a range of the routes of all ranks, in (rank, token, k) order, 32 at a time: visit(expert or -1, rank, route, weight).
 struct RouteRange {
   int const* first_route;  // [ranks + 1] in shared memory: routes of the ranks before
   int begin, end;
 
-  template <class Visit>
+  template <bool kWeights, class Visit>
   __device__ void walk(Common const& c, Visit visit) const {
+    constexpr int kAhead = 8;  // loads in flight
     int lane = threadIdx.x % 32, rank = 0;
     size_t stride = size_t(c.shape.max_tokens) * c.shape.topk;
     int first_expert = c.shape.rank * c.shape.experts_local;
-    for (int base = begin; base < end; base += 32) {
-      int i = base + lane, expert = -1, route = 0;
-      if (i < end) {
+    auto const* ids = c.own<int32_t>(c.symmetric.ids);
+    auto const* weights = c.own<float>(c.symmetric.weights);
+    for (int base = begin; base < end; base += 32 * kAhead) {
+      int expert[kAhead], of[kAhead], route[kAhead];
+      float weight[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        int i = base + 32 * j + lane;
+        expert[j] = -1, of[j] = route[j] = 0, weight[j] = 0.f;
+        if (i >= end) continue;
         while (i >= first_route[rank + 1]) ++rank;
-        route = i - first_route[rank];
-        int global = c.own<int32_t>(c.symmetric.ids)[rank * stride + route];
-        int local = global - first_expert;
-        expert = global >= 0 && local >= 0 && local < c.shape.experts_local ? local : -1;
+        of[j] = rank, route[j] = i - first_route[rank];
+        expert[j] = ids[rank * stride + route[j]];
+        if (kWeights) weight[j] = weights[rank * stride + route[j]];
       }
-      visit(expert, rank, route);
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (base + 32 * j >= end) break;
+        int local = expert[j] - first_expert;
+        visit(expert[j] >= 0 && local >= 0 && local < c.shape.experts_local ? local : -1, of[j], route[j], weight[j]);
+      }
     }
   }
 };
 
+__device__ uint32_t scan_warp(uint32_t v) {  // inclusive
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    uint32_t below = __shfl_up_sync(kAll, v, d);
+    if (int(threadIdx.x % 32) >= d) v += below;
+  }
+  return v;
+}
+
 __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
-  extern __shared__ uint32_t table[];  // [kWarps][E_local], then [E_local + 1] offsets
+  extern __shared__ uint32_t table[];  // [kWarps][E_local], then [E_local + 1] offsets, then [E_local] rows
   __shared__ int first_route[kMaxRanks + 1];
   __shared__ int longest;
   __shared__ bool stopped;
@@ -96,10 +133,14 @@ __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
 
   if (p.forward) send_routes(c, p.ids, p.weights, waiter);
   clear_counters(c);
-  copy_input(c, p.input, c.symmetric.input);
-  if (p.input_again != nullptr && c.schedule.info[2]) copy_input(c, p.input_again, c.symmetric.input_again);
-  int sort_ctas = min(int(gridDim.x), kSortCtas);
-  if (!p.forward || int(blockIdx.x) >= sort_ctas) return;
+  int sorters = sort_ctas(c);
+  // Those that sort copy nothing, if there are enough others.
+  int first_copier = p.forward && int(gridDim.x) > 2 * sorters ? sorters : 0;
+  if (int(blockIdx.x) >= first_copier) {
+    copy_input(c, p.input, c.symmetric.input, first_copier);
+    if (p.input_again != nullptr && c.schedule.info[2]) copy_input(c, p.input_again, c.symmetric.input_again, first_copier);
+  }
+  if (!p.forward || int(blockIdx.x) >= sorters) return;
 
   // ---- all ranks' routes are here
   if (threadIdx.x == 0) stopped = false;
@@ -129,11 +170,11 @@ __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
   __syncthreads();
 
   // ---- count: each warp a contiguous range of routes
-  int total = first_route[ranks], warps = sort_ctas * kWarps;
+  int total = first_route[ranks], warps = sorters * kWarps;
   int each = (total + warps - 1) / warps, me = blockIdx.x * kWarps + warp;
   RouteRange range{first_route, min(total, me * each), min(total, (me + 1) * each)};
   uint32_t* mine = table + warp * experts;
-  range.walk(c, [&](int expert, int, int) {
+  range.walk<false>(c, [&](int expert, int, int, float) {
     uint32_t same = __match_any_sync(kAll, expert);
     if (expert >= 0 && lane == __ffs(same) - 1) mine[expert] += __popc(same);
     __syncwarp();
@@ -149,45 +190,43 @@ __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
   if (threadIdx.x == 0) {
     ptx::fence_gpu();
     ptx::add_release_gpu(&counters.prepare_counted.value, 1);
-    stopped = !waiter.counter(&counters.prepare_counted.value, sort_ctas, MOK_FLAG_PREPARE, -1);
+    stopped = !waiter.counter(&counters.prepare_counted.value, sorters, MOK_FLAG_PREPARE, -1);
   }
   __syncthreads();
   if (stopped) return;
 
   // ---- offsets of experts; then the first row of each warp for each expert, in `table`
-  uint32_t* offsets = table + kWarps * experts;
-  for (int e = threadIdx.x; e < experts; e += kThreads) {
+  uint32_t *offsets = table + kWarps * experts, *rows = offsets + experts + 1;
+  for (int e = warp; e < experts; e += kWarps) {
     uint32_t before = 0, all = 0;
-    for (int b = 0; b < sort_ctas; ++b) {
+    for (int b = lane; b < sorters; b += 32) {
       uint32_t n = __ldcg(histogram + b * experts + e);
       if (b < int(blockIdx.x)) before += n;
       all += n;
     }
-    offsets[e] = all;
-    for (int w = 0; w < kWarps; ++w) {
-      uint32_t n = table[w * experts + e];
-      table[w * experts + e] = before;
-      before += n;
-    }
+    before = __reduce_add_sync(kAll, before);
+    all = __reduce_add_sync(kAll, all);
+    uint32_t n = lane < kWarps ? table[lane * experts + e] : 0, sum = scan_warp(n);
+    if (lane < kWarps) table[lane * experts + e] = before + sum - n;
+    if (lane == 0) rows[e] = all;
   }
   __syncthreads();
   __shared__ uint32_t used;
-  if (threadIdx.x == 0) {
+  if (warp == 0) {
     uint32_t at = 0;
-    for (int e = 0; e < experts; ++e) {
-      uint32_t n = offsets[e];
-      if (blockIdx.x == 0) c.schedule.expert_rows[e] = n;
-      offsets[e] = at;
-      at += (n + MOK_TILE_ROWS - 1) / MOK_TILE_ROWS * MOK_TILE_ROWS;
+    for (int first = 0; first < experts; first += 32) {
+      int e = first + lane;
+      uint32_t n = e < experts ? (rows[e] + MOK_TILE_ROWS - 1) / MOK_TILE_ROWS * MOK_TILE_ROWS : 0, sum = scan_warp(n);
+      if (e < experts) offsets[e] = at + sum - n;
+      at += __shfl_sync(kAll, sum, 31);
     }
-    offsets[experts] = used = at;
+    if (lane == 0) offsets[experts] = used = at;
   }
   __syncthreads();
   bool overflow = used > uint32_t(c.shape.capacity_rows);
   if (blockIdx.x == 0) {
     for (int e = threadIdx.x; e <= experts; e += kThreads) c.schedule.expert_offsets[e] = overflow ? 0 : offsets[e];
-    if (overflow)
-      for (int e = threadIdx.x; e < experts; e += kThreads) c.schedule.expert_rows[e] = 0;
+    for (int e = threadIdx.x; e < experts; e += kThreads) c.schedule.expert_rows[e] = overflow ? 0 : rows[e];
     if (threadIdx.x == 0) {
       c.schedule.info[0] = overflow ? 0 : used;
       c.schedule.info[1] = longest / c.shape.topk;
@@ -201,29 +240,27 @@ __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
   if (overflow) return;
 
   // ---- place
-  range.walk(c, [&](int expert, int rank, int route) {
+  range.walk<true>(c, [&](int expert, int rank, int route, float weight) {
     uint32_t same = __match_any_sync(kAll, expert);
     if (expert >= 0) {
       uint32_t row = offsets[expert] + mine[expert] + __popc(same & ((1u << lane) - 1));
       c.schedule.row_source[row] = rank * longest + route;
-      c.schedule.row_weight[row] = c.own<float>(c.symmetric.weights)[size_t(rank) * c.shape.max_tokens * c.shape.topk + route];
+      c.schedule.row_weight[row] = weight;
     }
     __syncwarp();
     if (expert >= 0 && lane == __ffs(same) - 1) mine[expert] += __popc(same);
     __syncwarp();
   });
   // ---- padding, and the expert of each block of rows
-  for (int e = blockIdx.x; e < experts; e += sort_ctas) {
-    uint32_t rows = 0;
-    for (int b = 0; b < sort_ctas; ++b) rows += __ldcg(histogram + b * experts + e);
-    for (uint32_t row = offsets[e] + rows + threadIdx.x; row < offsets[e + 1]; row += kThreads) {
+  for (int e = blockIdx.x; e < experts; e += sorters) {
+    for (uint32_t row = offsets[e] + rows[e] + threadIdx.x; row < offsets[e + 1]; row += kThreads) {
       c.schedule.row_source[row] = -1;
       c.schedule.row_weight[row] = 0.f;
     }
     for (uint32_t b = offsets[e] / MOK_TILE_ROWS + threadIdx.x; b < offsets[e + 1] / MOK_TILE_ROWS; b += kThreads)
       c.schedule.block_expert[b] = e;
   }
-  for (int row = int(used) + blockIdx.x * kThreads + threadIdx.x; row < c.shape.capacity_rows; row += sort_ctas * kThreads)
+  for (int row = int(used) + blockIdx.x * kThreads + threadIdx.x; row < c.shape.capacity_rows; row += sorters * kThreads)
     c.schedule.row_source[row] = -1;
 }
 
@@ -246,7 +283,7 @@ __global__ __launch_bounds__(kThreads) void prepare_kernel(__grid_constant__ Pre
   if (threadIdx.x == 0) waiter.publish(c.error);
 }
 
-size_t prepare_shared_bytes(int experts) { return (size_t(kWarps + 1) * experts + 1) * 4; }
+size_t prepare_shared_bytes(int experts) { return (size_t(kWarps + 2) * experts + 1) * 4; }
 int prepare_threads() { return kThreads; }
 
 }  // namespace mok

@@ -62,6 +62,9 @@ __device__ __forceinline__ int group_blocks(int minibatch, int ring, int n0, int
 __device__ __forceinline__ int rotated_block(PhaseTile const& p, int rank, int ranks) {
   return p.first_block + (p.index + rank * p.blocks / ranks) % p.blocks;
 }
+// Where the list begins: at this rank's own rows of the first expert, which need no peer, and not with a peer's. All
+// blocks follow from there, and those before it come last. Only where no place in the ring is used twice.
+__device__ __forceinline__ int first_block(int expert_blocks, int rank, int ranks) { return rank * expert_blocks / ranks; }
 __device__ __forceinline__ int column_tile(PhaseTile const& p) { return p.index / p.blocks; }
 
 // Tiles of an m x n grid in bands of eight rows: both operands of concurrent tiles stay in L2.
