@@ -107,10 +107,6 @@ def expert_backward(
         # Padding is zero, but its products with infinite weights are NaN, which no sum over rows may meet.
         dgate_up[rows:] = 0
         weighted_hidden[rows:] = 0
-    if rows is not None:
-        # Padding is zero, but its products with infinite weights are NaN, which no sum over rows may meet.
-        dgate_up[rows:] = 0
-        weighted_hidden[rows:] = 0
     return RowGradients(
         dx=products.dx(dgate_up, expert).to(gate_up.dtype),
         dweight=dweight,
