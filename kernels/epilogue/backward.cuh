@@ -29,14 +29,14 @@ __device__ __forceinline__ void prefetch_dhidden(DHiddenOutput const& out, int t
 struct GateUp {
   uint4 gate[2], up[2];
 };
-__device__ __forceinline__ GateUp load_gate_up(DHiddenOutput const& out, int part, int thread) {
+__device__ __forceinline__ GateUp load_gate_up(DHiddenOutput const& out, bool const (&there)[2], int part, int thread) {
   GateUp v;
   int row = accumulator_row(thread, part / 4);
   auto const* from = out.gate_up + size_t(row) * 2 * out.width;
 #pragma unroll
   for (int g = 0; g < 2; ++g) {
     int col = out.col + part % 4 * 64 + g * 32 + thread % 4 * 8;
-    bool load = part < 8 && row < out.rows && col < out.width;
+    bool load = part < 8 && there[part / 4 % 2] && row < out.rows && col < out.width;
     v.gate[g] = load ? ptx::load_l2(from + col) : make_uint4(0, 0, 0, 0);
     v.up[g] = load ? ptx::load_l2(from + out.width + col) : make_uint4(0, 0, 0, 0);
   }
@@ -48,14 +48,17 @@ __device__ __forceinline__ GateUp load_gate_up(DHiddenOutput const& out, int par
 __device__ __forceinline__ void store_dhidden(Accumulator& acc, DHiddenOutput const& out, float const (&weight)[2],
                                               float* const (&row_sum)[2], int thread) {
   float sum = 0.f;
-  GateUp next = load_gate_up(out, 0, thread);
+  // Padding rows become zeros whatever the product says: 0 * inf of a weight is NaN, and weight gradients sum over them.
+  bool const there[2] = {row_sum[0] != nullptr, row_sum[1] != nullptr};
+  GateUp next = load_gate_up(out, there, 0, thread);
 #pragma unroll 1
   for (int part = 0; part < 8; ++part) {
     GateUp const now = next;
-    next = load_gate_up(out, part + 1, thread);
+    next = load_gate_up(out, there, part + 1, thread);
     int half = part / 4, row = accumulator_row(thread, half);
     size_t wide = size_t(row) * 2 * out.width;
     float w = half == 0 ? weight[0] : weight[1];
+    bool real = half == 0 ? there[0] : there[1];
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
       float d0[4], d1[4];
@@ -75,7 +78,7 @@ __device__ __forceinline__ void store_dhidden(Accumulator& acc, DHiddenOutput co
         float s0 = sigmoid(ga.x), s1 = sigmoid(ga.y), silu0 = ga.x * s0, silu1 = ga.y * s1;
         float h0 = silu0 * u.x, h1 = silu1 * u.y;
         sum = fmaf(h1, d1[p], fmaf(h0, d0[p], sum));
-        float e0 = w * d0[p], e1 = w * d1[p];
+        float e0 = real ? w * d0[p] : 0.f, e1 = real ? w * d1[p] : 0.f;
         dup[p] = pack(e0 * silu0, e1 * silu1);
         dgate[p] = pack(e0 * u.x * fmaf(silu0, 1.f - s0, s0), e1 * u.y * fmaf(silu1, 1.f - s1, s1));
         hidden[p] = pack(w * h0, w * h1);
