@@ -36,7 +36,7 @@ __device__ __forceinline__ GateUp load_gate_up(DHiddenOutput const& out, bool co
 #pragma unroll
   for (int g = 0; g < 2; ++g) {
     int col = out.col + part % 4 * 64 + g * 32 + thread % 4 * 8;
-    bool load = part < 8 && there[part / 4 % 2] && row < out.rows && col < out.width;
+    bool load = part < 8 && (part / 4 == 0 ? there[0] : there[1]) && row < out.rows && col < out.width;
     v.gate[g] = load ? ptx::load_l2(from + col) : make_uint4(0, 0, 0, 0);
     v.up[g] = load ? ptx::load_l2(from + out.width + col) : make_uint4(0, 0, 0, 0);
   }
