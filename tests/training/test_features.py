@@ -1,0 +1,48 @@
+"""The features of Megatron that the layer trains with: a few on the CPU, all of them on two GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.features import FEATURES, HOST, LATER, continued
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder: Path, *arguments: str, timeout_s: float) -> dict[str, dict[str, Any]]:
+    """The results of a launch on two ranks."""
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.training.features", "--out", str(folder / "results.json"), "--data", str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert (folder / "results.json").exists(), done.stdout[-2000:] + done.stderr[-3000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; GPUs have their own test")
+def test_two_features_on_the_cpu(tmp_path):
+    results = run(tmp_path, "--steps", "2", "--only", "logs,evicted", timeout_s=240)
+    assert [result["verdict"] for result in results.values()] == ["ok", "ok"]
+    assert all(len(result["mok"]) == 2 and result["against"] == "alltoall" for result in results.values())
+
+
+@pytest.mark.gpu(2)
+def test_every_feature_on_two_gpus(tmp_path):
+    pytest.importorskip("transformer_engine")
+    results = run(tmp_path, timeout_s=600)
+    assert list(results) == [*FEATURES, *continued([], tmp_path), HOST, *LATER]
+    assert {name: result["verdict"] for name, result in results.items() if result["verdict"] != "ok"} == {}
