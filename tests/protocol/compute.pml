@@ -1,5 +1,5 @@
-/* A compute CTA: tiles in the order of the list (schedule_tiles, ForwardProgram and BackwardProgram), the exchange of
- * done flags, and the sum over k. A tile is taken in one step and runs in a second one, as soon as it is ready. */
+/* A compute CTA: tiles in the order of the list (schedule_tiles, ForwardProgram and BackwardProgram), the done flags,
+ * and the sum over k. A tile is taken in one step and runs in a second one, as soon as it is ready. */
 
 #define NO_TILE 0
 #define KIND_FC1 1
@@ -69,6 +69,13 @@ inline backward_tile() {
     } \
     p = 0
 
+/* tile_pushed: the last tile whose rows the sum over k reads tells every peer. */
+#define PUSHING_TILES(l) (FORWARD(l) -> N : 2 * N)
+#define PUSHED \
+    RELEASE(TILES_PUSHED, PUSHED_WITHOUT_RELEASE); COUNT(r, TILES_PUSHED)++; \
+    ACQUIRE(TILES_PUSHED, PUSHED_WITHOUT_ACQUIRE); \
+    tell = COUNT(r, TILES_PUSHED) == (FAULT == DONE_BY_FIRST_TILE -> 1 : PUSHING_TILES(l))
+
 #define CARRY(m) (FAULT == ONE_CARRY_BUFFER -> 0 : (m) % 2)
 
 inline run_forward_tile() {
@@ -92,7 +99,8 @@ inline run_forward_tile() {
             ACQUIRE(OF(FC1, b), FC1_WITHOUT_ACQUIRE);
             KNOWS_LOCAL(LOCAL_HIDDEN(b)); assert(hidden_rows[RINGS(r, b)] == TAG(l, b));
             PUSH(slots, GLOBAL_SLOT);
-            RELEASE(OF(FC2, b), TILE_WITHOUT_RELEASE); COUNT(r, OF(FC2, b))++
+            RELEASE(OF(FC2, b), TILE_WITHOUT_RELEASE); COUNT(r, OF(FC2, b))++;
+            PUSHED
         :: else -> skip
         fi
     fi
@@ -120,7 +128,8 @@ inline run_backward_tile() {
             dgate_up[RINGS(r, b)] = TAG(l, b); wrote_local(LOCAL_DGATE_UP(b));
             PUSH(dweight, GLOBAL_DWEIGHT);
             RELEASE(OF(DHIDDEN, b), TILE_WITHOUT_RELEASE); COUNT(r, OF(DHIDDEN, b))++;
-            RELEASE(DHIDDEN_DONE, TILE_WITHOUT_RELEASE); COUNT(r, DHIDDEN_DONE)++
+            RELEASE(DHIDDEN_DONE, TILE_WITHOUT_RELEASE); COUNT(r, DHIDDEN_DONE)++;
+            PUSHED
         :: else -> skip
         fi
     :: kind == KIND_DX ->
@@ -129,7 +138,8 @@ inline run_backward_tile() {
         :: ok ->
             ACQUIRE(OF(DHIDDEN, b), DHIDDEN_WITHOUT_ACQUIRE);
             KNOWS_LOCAL(LOCAL_DGATE_UP(b)); assert(dgate_up[RINGS(r, b)] == TAG(l, b));
-            PUSH(slots, GLOBAL_SLOT)
+            PUSH(slots, GLOBAL_SLOT);
+            PUSHED
         :: else -> skip
         fi
     :: kind == KIND_DWEIGHT ->
@@ -164,6 +174,26 @@ inline run_backward_tile() {
 #define DONE_HERE(p) (done_flag[DONE_AT(r, p)] >= 4 * (e - (FAULT == DONE_FLAG_OF_WRONG_EPOCH)))
 #define DONE_DEADLINE (FAULT == DONE_WAIT_WITHOUT_DEADLINE -> false : (DEADLINE))
 
+/* announce_done */
+inline announce() {
+    if
+    :: !tell -> skip
+    :: else ->
+        DONE_TOGETHER {
+            p = r;
+            do :: EACH_DONE {
+                GO_ON;
+                if :: !tell -> break :: else -> skip fi;
+                RELEASE_FLAG(DONE_FLAG(e, p, r), DONE_WITHOUT_RELEASE);
+                done_flag[DONE_AT(p, r)] = 4 * e + FAILED_BIT * (failed[r] && FAULT != FAILURE_NOT_TOLD) +
+                                           EVICTS_BIT * (FORWARD(l) && N > RING);
+                p = NEXT(p);
+                if :: p == r -> tell = false; p = 0 :: else -> skip fi
+            } od
+        }
+    fi
+}
+
 /* With one CTA, when it takes a tile is nobody's concern. */
 #if WORKERS == 1
 #define TAKE_AND_RUN atomic
@@ -173,13 +203,15 @@ inline run_backward_tile() {
 
 proctype Compute(byte r; byte actor) {
     byte l, layer, p, e, b, m, t, kind;
-    bool ok, last, carry_in, carry_out;
+    bool ok, tell, carry_in, carry_out;
 
     for (l : 1 .. LAUNCHES) {
         atomic {
             if :: running[r] == l -> skip :: over[r] && running[r] != l -> goto gone :: !ALIVE -> goto gone fi;
-            layer = LAYER(l); e = epoch[r] + 1; ok = true
+            layer = LAYER(l); e = epoch[r] + 1; ok = true;
+            tell = actor == 2 && N == 0  /* there is nothing to wait for */
         }
+        announce();
 
         /* ---- schedule_tiles .. signal_tiles */
         do
@@ -198,29 +230,12 @@ proctype Compute(byte r; byte actor) {
                 kind = 0; b = 0; m = 0; carry_in = false; carry_out = false;
                 if :: !ok -> goto stopped :: else -> skip fi
             }
+            announce()
         }
         od;
 
-        /* ---- exchange_done: the CTA that finishes last tells every peer */
-        DONE_TOGETHER {
-            EACH_DONE {
-                GO_ON;
-                if :: stop[r] -> goto stopped :: else -> skip fi;
-                RELEASE(COMPUTE_FINISHED, FINISHED_WITHOUT_RELEASE); COUNT(r, COMPUTE_FINISHED)++;
-                ACQUIRE(COMPUTE_FINISHED, FINISHED_WITHOUT_ACQUIRE);
-                last = COUNT(r, COMPUTE_FINISHED) == (FAULT == DONE_BY_FIRST_CTA -> 1 : WORKERS_OF(r)); p = r
-            };
-            do :: EACH_DONE {
-                GO_ON;
-                if :: !last -> break :: else -> skip fi;
-                RELEASE_FLAG(DONE_FLAG(e, p, r), DONE_WITHOUT_RELEASE);
-                done_flag[DONE_AT(p, r)] = 4 * e + FAILED_BIT * (failed[r] && FAULT != FAILURE_NOT_TOLD) +
-                                           EVICTS_BIT * (FORWARD(l) && N > RING);
-                p = NEXT(p);
-                if :: p == r -> last = false :: else -> skip fi
-            } od
-        }
-        atomic {  /* ... all wait for the peers; one CTA looks at the bits ... */
+        /* ---- await_done: */
+        atomic {  /* all wait for the peers; one CTA looks at the bits ... */
             WAIT_ELSE(FAULT == NO_WAIT_FOR_DONE || EVERY(DONE_HERE), DONE_DEADLINE);
             if :: !ok || stop[r] -> goto stopped :: else -> skip fi;
             for (p : 0 .. RANKS - 1) {
@@ -252,12 +267,12 @@ proctype Compute(byte r; byte actor) {
             k = 0;
 stopped:
             GO_ON;
-            leave(); last = false; carry_in = false; carry_out = false
+            leave(); tell = false; carry_in = false; carry_out = false
         }
     }
 gone:
     atomic {
         l = 0; layer = 0; p = 0; e = 0; b = 0; m = 0; kind = 0;
-        ok = false; last = false; carry_in = false; carry_out = false
+        ok = false; tell = false; carry_in = false; carry_out = false
     }
 }

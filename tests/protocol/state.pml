@@ -44,7 +44,7 @@ byte seeded;
 #define ROUTES_FLAG_OF_WRONG_EPOCH 3
 #define DONE_FLAG_OF_WRONG_EPOCH 4
 #define NO_WAIT_FOR_DONE 5
-#define DONE_BY_FIRST_CTA 6
+#define DONE_BY_FIRST_TILE 6
 #define COUNTERS_NOT_CLEARED 7
 #define TILE_BEFORE_ROWS 8
 #define X_RING_REUSED_EARLY 9
@@ -67,13 +67,13 @@ byte seeded;
 #define ROWS_WITHOUT_ACQUIRE 33
 #define FC1_WITHOUT_ACQUIRE 34
 #define DHIDDEN_WITHOUT_ACQUIRE 35
-#define FINISHED_WITHOUT_ACQUIRE 36
+#define PUSHED_WITHOUT_ACQUIRE 36
 #define ROUTES_WITHOUT_RELEASE 37
 #define INPUT_WITHOUT_RELEASE 38
 #define DONE_WITHOUT_RELEASE 39
 #define ROWS_WITHOUT_RELEASE 40
 #define TILE_WITHOUT_RELEASE 41
-#define FINISHED_WITHOUT_RELEASE 42
+#define PUSHED_WITHOUT_RELEASE 42
 #define MACROBATCH_WITHOUT_ACQUIRE 43
 
 /* ---- memory. A datum holds a tag of what was written there last: the number of the launch, and the block if it is a
@@ -112,7 +112,7 @@ bool stop[RANKS];
 #define DHIDDEN 4
 #define TILES_DONE (5 * BLOCKS)
 #define DHIDDEN_DONE (5 * BLOCKS + 1)
-#define COMPUTE_FINISHED (5 * BLOCKS + 2)
+#define TILES_PUSHED (5 * BLOCKS + 2)
 #define COUNTERS (5 * BLOCKS + 3)
 #define OF(c, b) ((c) * BLOCKS + (b))
 #define COUNT(r, c) counters[(r) * COUNTERS + (c)]

@@ -89,10 +89,10 @@ COMPLETE = {
     "any routing": ("-DBLOCKS=2 -DRING=1 -DANY_ROUTING=1", 400_000),
     "pipeline order, any routing": ("-DBLOCKS=2 -DRING=1 -DLAUNCHES=4 -DORDER_OF_LAUNCHES=1 -DANY_ROUTING=2", 500_000),
     "a rank overflows": ("-DBLOCKS=2 -DRING=1 -DOVERFLOW=1", 40_000),
-    "a rank dies": ("-DBLOCKS=2 -DRING=1 -DDEAD=1", 800_000),
-    "one of three ranks dies": ("-DRANKS=3 -DBLOCKS=1 -DRING=1 -DLAUNCHES=2 -DDEAD=2", 7_000_000),
+    "a rank dies": ("-DBLOCKS=2 -DRING=1 -DDEAD=1", 700_000),
+    "one of three ranks dies": ("-DRANKS=3 -DBLOCKS=1 -DRING=1 -DLAUNCHES=2 -DDEAD=2", 3_000_000),
     "a rank gives up early": ("-DBLOCKS=3 -DRING=1 -DIMPATIENT=0", 150_000),
-    "one of three ranks gives up early": ("-DRANKS=3 -DBLOCKS=1 -DRING=1 -DLAUNCHES=2 -DIMPATIENT=0", 1_000_000),
+    "one of three ranks gives up early": ("-DRANKS=3 -DBLOCKS=1 -DRING=1 -DLAUNCHES=2 -DIMPATIENT=0", 500_000),
     "memory order": ("-DBLOCKS=2 -DRING=1 -DORDERED", 20_000),
     "memory order, two compute CTAs": ("-DBLOCKS=2 -DRING=1 -DLAUNCHES=2 -DORDERED -DWORKERS=2", 4_000_000),
 }
@@ -126,7 +126,7 @@ FAULTS = {
     "ROUTES_FLAG_OF_WRONG_EPOCH": (BASE, r"ids\["),
     "DONE_FLAG_OF_WRONG_EPOCH": (BASE, r"slots\["),
     "NO_WAIT_FOR_DONE": (BASE, r"slots\["),
-    "DONE_BY_FIRST_CTA": (TWO, r"slots\["),
+    "DONE_BY_FIRST_TILE": (TWO, r"slots\["),
     "COUNTERS_NOT_CLEARED": (BASE, r"x_rows\["),
     "TILE_BEFORE_ROWS": (BASE, r"x_rows\["),
     "X_RING_REUSED_EARLY": (BASE, r"x_rows\["),
@@ -149,13 +149,13 @@ FAULTS = {
     "FC1_WITHOUT_ACQUIRE": (ORDER, r"knows_local\["),
     "DHIDDEN_WITHOUT_ACQUIRE": (ORDER, r"knows_local\["),
     "MACROBATCH_WITHOUT_ACQUIRE": (ORDER, r"knows_local\["),
-    "FINISHED_WITHOUT_ACQUIRE": (ORDER, r"knows\["),
+    "PUSHED_WITHOUT_ACQUIRE": (ORDER, r"knows\["),
     "ROUTES_WITHOUT_RELEASE": (ORDER, r"knows\["),
     "INPUT_WITHOUT_RELEASE": (ORDER, r"knows\["),
     "DONE_WITHOUT_RELEASE": (ORDER, r"knows\["),
     "ROWS_WITHOUT_RELEASE": (ORDER, r"knows_local\["),
     "TILE_WITHOUT_RELEASE": (ORDER, r"knows_local\["),
-    "FINISHED_WITHOUT_RELEASE": (ORDER, r"knows\["),
+    "PUSHED_WITHOUT_RELEASE": (ORDER, r"knows\["),
 }
 LOST_BITS = "-DBLOCKS=2 -DRING=1 -DSEEDED -DLAUNCHES=4 -DORDER_OF_LAUNCHES=1 -DANY_ROUTING=2"
 
