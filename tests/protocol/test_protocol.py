@@ -120,6 +120,7 @@ def test_no_launch_goes_on_for_ever(verifier: functools.partial[Path]) -> None:
 BASE = "-DBLOCKS=2 -DRING=1 -DSEEDED"
 TWO = f"{BASE} -DWORKERS=2"
 ORDER = f"{TWO} -DLAUNCHES=2 -DORDERED"
+FORWARD = f"{TWO} -DLAUNCHES=1 -DORDERED"
 FAULTS = {
     "PULL_BEFORE_INPUT_FLAG": (BASE, r"input\["),
     "INPUT_FLAG_OF_WRONG_EPOCH": (BASE, r"input\["),
@@ -149,13 +150,13 @@ FAULTS = {
     "FC1_WITHOUT_ACQUIRE": (ORDER, r"knows_local\["),
     "DHIDDEN_WITHOUT_ACQUIRE": (ORDER, r"knows_local\["),
     "MACROBATCH_WITHOUT_ACQUIRE": (ORDER, r"knows_local\["),
-    "PUSHED_WITHOUT_ACQUIRE": (ORDER, r"knows\["),
+    "PUSHED_WITHOUT_ACQUIRE": (FORWARD, r"knows\["),
     "ROUTES_WITHOUT_RELEASE": (ORDER, r"knows\["),
     "INPUT_WITHOUT_RELEASE": (ORDER, r"knows\["),
     "DONE_WITHOUT_RELEASE": (ORDER, r"knows\["),
     "ROWS_WITHOUT_RELEASE": (ORDER, r"knows_local\["),
     "TILE_WITHOUT_RELEASE": (ORDER, r"knows_local\["),
-    "PUSHED_WITHOUT_RELEASE": (ORDER, r"knows\["),
+    "PUSHED_WITHOUT_RELEASE": (FORWARD, r"knows\["),
 }
 LOST_BITS = "-DBLOCKS=2 -DRING=1 -DSEEDED -DLAUNCHES=4 -DORDER_OF_LAUNCHES=1 -DANY_ROUTING=2"
 
