@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from mok_megatron.config import MokConfig, config_from_args
@@ -46,16 +47,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, text in MOK_FLAGS.items():
         parser.add_argument(flag, type=int, help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--check", type=Path, metavar="RECORD", help="compare with the times of a record of `mok-megatron bench --json`"
+    )
+    parser.add_argument(
+        "--fit",
+        nargs="+",
+        type=Path,
+        metavar=("RECORD", "TRACE"),
+        help="write the rates anew from a bench record and two or more trace.json of `bench --trace`, of --cluster",
+    )
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="with --fit: write here, not to the package's file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0, or 2 for what cannot be simulated."""
     try:
-        print(_run(args))
+        print(_fit(args) if args.fit else _check(args.check, args.cluster) if args.check else _run(args))
         return 0
     except (MokError, OSError) as error:
         print(f"mok-megatron simulate: {error}", file=sys.stderr)
         return 2
+
+
+def _fit(args: argparse.Namespace) -> str:
+    from mok_megatron.simulate.fit import fit, write_rates
+    from mok_megatron.simulate.rates import measured_rates, rates_file
+
+    record, *traces = args.fit
+    rates = fit(record, traces, args.cluster or "h200_x2")
+    path = args.rates or rates_file()
+    write_rates(rates, path)
+    text = f"{path}:\n{path.read_text()}"
+    if path == rates_file():
+        measured_rates.cache_clear()
+        text += f"\n{_check(record, args.cluster)}\n\nNow: python -m mok_megatron.simulate.document docs/nvl72.md"
+    return text
+
+
+def _check(record: Path, cluster: str | None) -> str:
+    from mok_megatron.plan.report import table
+    from mok_megatron.simulate.document import comparison
+
+    heads = ["T, H, I, E, K", "direction", "simulated ms", "measured ms", "difference"]
+    return table(heads, comparison(record, cluster or "h200_x2"))
 
 
 def _run(args: argparse.Namespace) -> str:

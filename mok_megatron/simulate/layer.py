@@ -23,8 +23,10 @@ from mok_megatron.simulate.order import (
     pull_rows,
 )
 from mok_megatron.simulate.rates import (
+    COMM_PULL,
     FLAG_DELAY,
-    PREPARE,
+    ROUTES_A_SORTER,
+    SORT_CTAS,
     SORT_LANES,
     SORT_STEP,
     KernelRates,
@@ -177,6 +179,7 @@ def run_launch(launch: Launch, rates: KernelRates, forward: bool, comm_sms: int)
         rates=rates,
         ctas=launch.compute_ctas,
         pullers=comm_sms or launch.compute_ctas,
+        pull_rate=COMM_PULL if comm_sms else rates.cta_pull,
         pull_rows=pull_rows(launch.hidden),
         row_bytes=launch.hidden * BF16,
     )
@@ -187,7 +190,7 @@ def simulate(
     shape: LayerShape, cluster: ClusterConfig, ep: int, config: MokConfig, forward: bool, overlap: bool = False
 ) -> DirectionTimes:
     """Times of one direction. `overlap`: epilogues run beside the next product (KernelRates.overlap)."""
-    launch, comm_sms = _launch(shape, cluster, ep, config, forward)
+    launch, comm_sms = launch_of(shape, cluster, ep, config, forward)
     rates = kernel_rates(cluster, ep, overlap)
     outcome = run_launch(launch, rates, forward, comm_sms)
     alone = run_launch(launch, kernel_rates(cluster, ep, overlap, free_communication=True), forward, comm_sms)
@@ -195,6 +198,7 @@ def simulate(
     routed, always = shape.tokens * shape.topk * shape.intermediate, shape.tokens * shape.shared
     flops = (6 if forward else 12) * shape.hidden * (routed + always)
     stages = flops / (2 * TILE_ROWS * 256 * STAGE_K)
+    fastest = min(rates.stage.values())
     return DirectionTimes(
         total=prepare + outcome.end + FLAG_DELAY + slots,
         prepare=prepare,
@@ -204,31 +208,45 @@ def simulate(
         sum_over_k=slots,
         without_communication=prepare + alone.end + slots,
         link=outcome.link_busy,
-        limit=max(outcome.link_busy, stages * rates.stage / (config.num_sms or cluster.gpu.sms)),
+        limit=max(outcome.link_busy, stages * fastest / (config.num_sms or cluster.gpu.sms)),
     )
 
 
 def total_time(shape: LayerShape, cluster: ClusterConfig, ep: int, config: MokConfig, forward: bool) -> float:
     """`simulate(...).total`, in half the time."""
-    launch, comm_sms = _launch(shape, cluster, ep, config, forward)
+    launch, comm_sms = launch_of(shape, cluster, ep, config, forward)
     rates = kernel_rates(cluster, ep)
     prepare, slots = _before_and_after(shape, ep, rates, forward)
     return prepare + run_launch(launch, rates, forward, comm_sms).end + FLAG_DELAY + slots
 
 
-def _launch(
+def launch_of(
     shape: LayerShape, cluster: ClusterConfig, ep: int, config: MokConfig, forward: bool
 ) -> tuple[Launch, int]:
+    """The launch of one direction and its communication SMs. MokConfigError lists every size that cannot work."""
     check(shape, cluster, ep, config)
     comm_sms = config.fwd_comm_sms if forward else config.bwd_comm_sms
     return make_launch(shape, cluster, ep, config, comm_sms), comm_sms
 
 
-def _before_and_after(shape: LayerShape, ep: int, rates: KernelRates, forward: bool) -> tuple[float, float]:
-    """Microseconds of the prepare kernel and of the sum over k."""
-    row_bytes = shape.hidden * BF16
-    prepare = PREPARE[forward] + (2 * shape.tokens * row_bytes / rates.memory if ep > 1 else 0.0)
+def sort_and_copy(shape: LayerShape, ep: int, rates: KernelRates, forward: bool) -> float:
+    """Microseconds of the prepare kernel that grow with the sizes: the copy of the input and, forward, the routes."""
+    length = 2 * shape.tokens * shape.hidden * BF16 / rates.memory if ep > 1 else 0.0
     if forward:
         routes = shape.tokens * shape.topk
-        prepare += 2 * SORT_STEP * math.ceil(ep * routes / SORT_LANES) + (ep - 1) * routes * ROUTE_BYTES / rates.push
-    return prepare, shape.tokens * (shape.topk + 1 + (shape.shared > 0)) * row_bytes / rates.sum_over_k
+        least, most = SORT_CTAS
+        sorters = min(most, max(least, ep * routes // ROUTES_A_SORTER))
+        length += 2 * SORT_STEP * math.ceil(ep * routes / (sorters * SORT_LANES))
+        length += (ep - 1) * routes * ROUTE_BYTES / rates.push
+    return length
+
+
+def sum_bytes(shape: LayerShape) -> int:
+    """Bytes that the sum over k reads and writes."""
+    return shape.tokens * (shape.topk + 1 + (shape.shared > 0)) * shape.hidden * BF16
+
+
+def _before_and_after(shape: LayerShape, ep: int, rates: KernelRates, forward: bool) -> tuple[float, float]:
+    """Microseconds of the prepare kernel and of the sum over k."""
+    prepare = rates.prepare["forward" if forward else "backward"] + sort_and_copy(shape, ep, rates, forward)
+    return prepare, sum_bytes(shape) / rates.sum_over_k

@@ -56,6 +56,12 @@ class Launch:
         return [e for e, rows in enumerate(self.expert_rows) for _ in range(blocks_of(rows))]
 
     @property
+    def first_block(self) -> int:
+        """The block that comes first."""
+        first = next((rows for rows in self.expert_rows if rows > 0), 0)
+        return first_block(blocks_of(first), self.rank, self.ranks)
+
+    @property
     def token_blocks(self) -> int:
         """Blocks of the shared expert's rows."""
         return blocks_of(self.tokens) if self.shared else 0
@@ -77,12 +83,18 @@ def group_blocks(minibatch: int, ring: int, n0: int, ctas: int) -> int:
     return minibatch * max(1, min(minibatches, ring // minibatch // 2))
 
 
+def first_block(expert_blocks: int, rank: int, ranks: int) -> int:
+    """Where the list begins: at this rank's own rows of the first expert."""
+    return rank * expert_blocks // ranks
+
+
 def phase_tiles(
-    blocks: int, per: int, n0: int, n1: int, lag: bool, rank: int, ranks: int
+    blocks: int, per: int, n0: int, n1: int, lag: bool, rank: int, ranks: int, start: int = 0
 ) -> Iterator[tuple[int, int, int]]:
     """(phase, block, column) of every tile of two phases over `blocks` blocks in groups of `per`, in order.
 
-    With `lag` the second phase runs one group behind the first.
+    With `lag` the second phase runs one group behind the first. The list begins at block `start`, and those before it
+    come last.
     """
     firsts = list(range(0, blocks, per))
     steps = [(0, first) for first in firsts[:1]] if lag else []
@@ -95,7 +107,7 @@ def phase_tiles(
     for phase, first in steps:
         size = min(per, blocks - first)
         for index in range(size * (n1 if phase else n0)):
-            yield phase, first + (index + rank * size // ranks) % size, index // size
+            yield phase, (first + (index + rank * size // ranks) % size + start) % blocks, index // size
 
 
 def banded_tiles(m_tiles: int, n_tiles: int) -> Iterator[tuple[int, int]]:
@@ -139,7 +151,8 @@ def _rows_tiles(launch: Launch, first: str, second: str, forward: bool) -> Itera
         yield Tile(second, True, m, n, 0, shared_k1)
     experts, per = launch.expert_blocks, _group(launch, n0)
     # Always with lag: the forward has none in a ring of one minibatch, and there one group is all of a macrobatch.
-    for phase, block, column in phase_tiles(len(experts), per, n0, n1, True, launch.rank, launch.ranks):
+    sizes = (len(experts), per, n0, n1)
+    for phase, block, column in phase_tiles(*sizes, True, launch.rank, launch.ranks, launch.first_block):
         yield Tile(second if phase else first, False, block, column, experts[block], k1 if phase else k0)
 
 
@@ -161,5 +174,5 @@ def pull_rows(hidden: int) -> int:
 def pull_blocks(launch: Launch, forward: bool) -> Iterator[int]:
     """Blocks in the order in which their rows are pulled: that in which the first phase needs them."""
     blocks, per = len(launch.expert_blocks), _group(launch, _first_columns(launch, forward))
-    for _, block, _ in phase_tiles(blocks, per, 1, 0, False, launch.rank, launch.ranks):
+    for _, block, _ in phase_tiles(blocks, per, 1, 0, False, launch.rank, launch.ranks, launch.first_block):
         yield block

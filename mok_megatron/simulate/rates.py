@@ -1,53 +1,41 @@
 """How long each part of the kernel takes on one GPU: measured on H200, scaled to other GPUs by their peaks.
 
-Times in microseconds, sizes in bytes, rates in bytes a microsecond (GB/s = 1000 of them). Figures come from traces of
-the kernel on two H200s (docs/kernel.md, "Figures") and from the cluster's file; which of them were derived by a fit,
-and what other GPUs inherit, is in docs/nvl72.md.
+Times in microseconds, sizes in bytes, rates in bytes a microsecond (GB/s = 1000 of them). What is measured stands in
+``configs/kernel_rates/h200.yaml``, which `mok-megatron simulate --fit` writes from traces and a bench record; the
+constants here were measured otherwise or are assumed. What other GPUs inherit is in docs/nvl72.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 from mok_megatron.config import TILE_ROWS
-from mok_megatron.configs import ClusterConfig
-from mok_megatron.simulate.order import DHIDDEN, DW1, DW2, DX, FC1, FC2, STAGE_K, TILE_COLS
+from mok_megatron.configs import ClusterConfig, load_cluster
+from mok_megatron.resources import data_folder
+from mok_megatron.simulate.order import DHIDDEN, DW1, DW2, DX, FC1, FC2, KINDS, TILE_COLS
+from mok_megatron.typed_yaml import load_typed
 
-STAGE_FLOPS = 2 * TILE_ROWS * TILE_COLS * STAGE_K
 TILE_BYTES = TILE_ROWS * TILE_COLS * 2
-H200_NVLINK = 450.0
-"""GB/s each way: what push epilogues were measured with."""
-STAGE_SHARE = 0.778
-"""Of the bf16 peak, within a product: 0.720 us a stage and SM. Fitted with TILE_START to the traces' four totals."""
-TILE_START = 0.9
-"""us a tile that its product takes beyond its stages; fitted likewise."""
-SLOWER_GPU = 1.04
-"""Products of the slower of two GPUs against the traced one: the traces' rest, 79 us of 1945 and 174 of 3800."""
-EPILOGUE = {FC1: 3.0, DHIDDEN: 15.0, DW1: 4.4, DW2: 4.4}
-"""us that a tile's epilogue takes. FC1: what is left of 150 us a CTA after 28 pushes; the others were traced."""
-PUSH_LOCAL, PUSH_REMOTE = 1.8, 3.8
-"""us of a push epilogue to local memory, and more if all rows go over NVLink (1.8 local; 3.3 to 4.1, half remote)."""
-CTA_PULL = 20.0
-"""GB/s that one CTA's copy engine moves in pieces of 4 KB."""
-PULL_DELAY = 10 * 4096 / (CTA_PULL * 1e3)
-"""us from asking for a row's last piece to its count: 4 pieces on their way and 4 to 8 not yet counted
-(kernels/comm/pull.cuh), at CTA_PULL."""
-SUM_SHARE = 3.3 / 4.8
-"""Of the memory bandwidth, in the sum over k."""
-PREPARE = {True: 28.0, False: 17.0}
-"""us of the prepare kernel, forward and backward, besides copying its input (28 of 60 and of 45, for 58.7 MB) and
-sorting (4)."""
-SORT_STEP, SORT_LANES = 1.0, 16384
-"""us in which a warp sorts 32 routes, assumed: two dependent reads; and routes that are in hand at once: 32 CTAs of 16
-warps (kernels/scheduler/prepare.cu). Each route is read twice."""
+COMM_PULL = 20e3
+"""Bytes a us that a communication CTA pulls, by seven warps: docs/kernel.md, "What was tried"."""
+FIRST_PULL = 20e3
+"""Likewise of the warps that will multiply, until their CTA's first tile is there (`pull_until`); all CTAs together are
+bound by NVLink or memory. Assumed."""
+PULL_PIECE, PULL_PIECES = 4096, 10
+"""Bytes of a piece (kPullPiece of kernels/comm/pull.cuh), and pieces from asking for a row's last one to its count: 4
+on their way, 4 to 8 not yet counted."""
+SORT_STEP = 1.0
+"""us in which a warp reads the routes that it has in hand, assumed: two dependent reads. Each route is read twice."""
+SORT_LANES, SORT_CTAS, ROUTES_A_SORTER = 16 * 32 * 8, (32, 128), 8192
+"""Routes that a CTA has in hand at once: 16 warps of 32 lanes, 8 loads each; least and most CTAs that sort, and routes
+for each beyond the least (kernels/scheduler/prepare.cu)."""
 FLAG_DELAY = 2.0
 """us for a flag to reach a peer; assumed."""
 CLAIM_STAGES = 12
 """Stages before the end of a product at which the next tile is taken: 8 (kClaimLead) and 4 loaded ahead."""
-
-MAIN_GRAD_SHARE = 0.51
-"""Of the memory bandwidth, for adding to fp32 main_grad: 2.45 TB/s. Fitted to the 460 us a CTA of these epilogues in
-the trace of the last shape."""
 
 MEMORY_BYTES = {
     FC1: 1.5 * TILE_BYTES,
@@ -62,11 +50,58 @@ main_grad read and written. Pushes are counted as NVLink traffic."""
 
 
 @dataclass(frozen=True)
+class MeasuredRates:
+    """``configs/kernel_rates/h200.yaml``: means over the traces' tiles, unless said otherwise."""
+
+    cluster: str
+    """The machine, one of configs/clusters: its peaks are what other GPUs are scaled from."""
+    stage_us: dict[str, float]
+    """By kind of tile: a stage of 128 x 256 x 64, in a row of calls."""
+    tile_start_us: float
+    """What a product takes beyond its stages."""
+    epilogue_us: dict[str, float]
+    """By kind of tile: from the end of a product to the next, in the trace where that is shortest."""
+    main_grad_gb_per_s: float
+    """Memory traffic of weight-gradient epilogues, all CTAs together, in the trace where that is fastest."""
+    cta_pull_gb_per_s: float
+    """What the idle warp of one CTA pulls. Fitted: simulated waits come nearest to the traced ones."""
+    sum_gb_per_s: float
+    """The sum over k, all CTAs together."""
+    prepare_us: dict[str, float]
+    """By direction: the prepare kernel, less input copy and sort."""
+    between_us: float
+    """What a direction takes longer than its two kernels."""
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        for name, keys in (("stage_us", KINDS), ("epilogue_us", KINDS), ("prepare_us", ("forward", "backward"))):
+            values: dict[str, float] = getattr(self, name)
+            if set(values) != set(keys):
+                yield name, f"has the keys {', '.join(values)}, not {', '.join(keys)}"
+            if any(value < 0 for value in values.values()):
+                yield name, "has a value below 0"
+        for name in ("tile_start_us", "main_grad_gb_per_s", "cta_pull_gb_per_s", "sum_gb_per_s", "between_us"):
+            if getattr(self, name) < 0:
+                yield name, "is below 0"
+
+
+def rates_file() -> Path:
+    """The rates that simulations use."""
+    return data_folder("configs") / "kernel_rates" / "h200.yaml"
+
+
+@cache
+def measured_rates() -> MeasuredRates:
+    """What `rates_file` says. ConfigFileError if it cannot be read."""
+    return load_typed(rates_file(), MeasuredRates)
+
+
+@dataclass(frozen=True)
 class KernelRates:
     """Rates of one GPU. `remote`: share of routed rows that live on a peer, (EP - 1) / EP."""
 
-    stage: float
-    """us a stage."""
+    stage: dict[str, float]
+    """us a stage, by kind of tile."""
     tile_start: float
     epilogue: dict[str, float]
     """us by kind of tile, if nothing else uses memory or NVLink."""
@@ -78,6 +113,8 @@ class KernelRates:
     remote: float
     cta_pull: float
     sum_over_k: float
+    prepare: dict[str, float]
+    """us by direction, without copy and sort, with what lies between kernels."""
     overlap: bool
     """Whether an epilogue runs beside the CTA's next product: not on Hopper; two accumulators in tensor memory allow it
     on Blackwell."""
@@ -86,23 +123,30 @@ class KernelRates:
 
 
 def kernel_rates(
-    cluster: ClusterConfig, ep: int, overlap: bool = False, free_communication: bool = False
+    cluster: ClusterConfig,
+    ep: int,
+    overlap: bool = False,
+    free_communication: bool = False,
+    measured: MeasuredRates | None = None,
 ) -> KernelRates:
-    """Rates of one GPU of `cluster` in an expert group of `ep`."""
-    gpu, link = cluster.gpu, cluster.nvlink.bandwidth
-    remote = 0.0 if free_communication else (ep - 1) / ep
-    push = PUSH_LOCAL + PUSH_REMOTE * remote * H200_NVLINK / link
+    """Rates of one GPU of `cluster` in an expert group of `ep`; `measured` replaces those of `rates_file`."""
+    measured = measured or measured_rates()
+    gpu, origin, link = cluster.gpu, load_cluster(measured.cluster).gpu, cluster.nvlink.bandwidth
+    # The same share of the peak of one SM, and of the memory bandwidth.
+    slower = (gpu.sms / gpu.bf16_tflops) / (origin.sms / origin.bf16_tflops)
+    memory = gpu.memory_bandwidth / origin.memory_bandwidth * 1e3
     return KernelRates(
-        stage=SLOWER_GPU * STAGE_FLOPS * gpu.sms / (gpu.bf16_tflops * 1e6 * STAGE_SHARE),
-        tile_start=SLOWER_GPU * TILE_START,
-        epilogue={**EPILOGUE, FC2: push, DX: push},
+        stage={kind: slower * us for kind, us in measured.stage_us.items()},
+        tile_start=measured.tile_start_us,
+        epilogue=measured.epilogue_us,
         memory=gpu.memory_bandwidth * cluster.rates.memory * 1e3,
-        main_grad=gpu.memory_bandwidth * MAIN_GRAD_SHARE * 1e3,
+        main_grad=memory * measured.main_grad_gb_per_s,
         pull=link * cluster.rates.nvlink_pull * 1e3,
         push=link * cluster.rates.nvlink_push * 1e3,
-        remote=remote,
-        cta_pull=CTA_PULL * 1e3,
-        sum_over_k=gpu.memory_bandwidth * SUM_SHARE * 1e3,
+        remote=0.0 if free_communication else (ep - 1) / ep,
+        cta_pull=measured.cta_pull_gb_per_s * 1e3,
+        sum_over_k=memory * measured.sum_gb_per_s,
+        prepare={direction: us + measured.between_us for direction, us in measured.prepare_us.items()},
         overlap=overlap,
         free_communication=free_communication,
     )

@@ -32,6 +32,7 @@ extern "C" void phases(int blocks, int per, int n0, int n1, int lag, int rank, i
     out[0] = p.phase, out[1] = rotated_block(p, rank, ranks), out[2] = column_tile(p);
   }
 }
+extern "C" int first(int expert_blocks, int rank, int ranks) { return first_block(expert_blocks, rank, ranks); }
 extern "C" void bands(int m, int n, int* out) {
   for (int t = 0; t < m * n; ++t, out += 2) {
     GridTile g = banded_tile(t, m, n);
@@ -76,6 +77,18 @@ def test_phases(kernel):
             assert list(order.phase_tiles(blocks, per, n0, n1, lag, rank, ranks)) == expected
 
 
+def test_the_first_block(kernel):
+    for blocks, ranks in product((0, 1, 7, 33), (1, 3, 64)):
+        for rank in range(ranks):
+            assert order.first_block(blocks, rank, ranks) == kernel.first(blocks, rank, ranks)
+
+
+def test_a_list_that_begins_elsewhere_has_the_same_groups():
+    tiles = list(order.phase_tiles(10, 4, 2, 1, True, 0, 1))
+    moved = list(order.phase_tiles(10, 4, 2, 1, True, 0, 1, start=7))
+    assert moved == [(phase, (block + 7) % 10, column) for phase, block, column in tiles]
+
+
 def test_bands(kernel):
     for m, n in product((0, 1, 7, 8, 9, 56), (1, 5, 28)):
         assert list(order.banded_tiles(m, n)) == rows_of(kernel.bands, m * n, 2, m, n)
@@ -110,6 +123,7 @@ struct Waiter {
     return true;
   }
 };
+inline void tile_pushed(Common const&, Waiter const&, int, bool) {}
 struct SharedMemory { int stages, stage_full, stage_empty; Waiter waiter; };
 template <Major A, Major B, bool C> bool multiply(Accumulator&, int, int, int, StageCursor&, int, int, Waiter const&);
 }
