@@ -107,6 +107,8 @@ def test_nothing_that_is_made_can_be_written_by_others(
     kernels: Path, fake_nvcc: Path, above: Path, monkeypatch: pytest.MonkeyPatch, umask: int
 ) -> None:
     monkeypatch.setenv("MOK_CACHE_DIR", str(above / "new" / "newer" / "cache"))
+    for path in kernels.rglob("*.cu"):
+        path.chmod(0o666)  # which the stub copies
     before = os.umask(umask)
     try:
         built = library.build(["90a"], root=kernels)["90a"]
