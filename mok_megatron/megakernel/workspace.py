@@ -16,11 +16,32 @@ import torch
 import torch.distributed as dist
 
 from mok_megatron.config import MokConfig
-from mok_megatron.errors import MokBackendError, MokError
+from mok_megatron.errors import MokBackendError, MokConfigError, MokError, Problems
 from mok_megatron.megakernel import binding
 from mok_megatron.megakernel.agreement import exchange
 from mok_megatron.megakernel.binding import MokShape, MokWorkspace
 from mok_megatron.megakernel.failures import failure
+
+
+def number_of_ctas(config: MokConfig, sms: int) -> int:
+    """CTAs of a launch on a device of `sms` SMs: one each, and all resident together.
+
+    Raises:
+        MokConfigError: settings that ask for more SMs than there are, or leave none for the products.
+    """
+    problems = Problems()
+    if config.num_sms is not None:
+        remedy = f"give at most {sms}, or leave it out"
+        problems.require(config.num_sms <= sms, f"--mok-num-sms {config.num_sms} exceeds this GPU's {sms} SMs", remedy)
+    ctas = config.num_sms or sms - (config.reserved_sms or 0)
+    most = max(config.fwd_comm_sms, config.bwd_comm_sms)
+    problems.require(
+        ctas > most,
+        f"--mok-reserved-sms {config.reserved_sms or 0} and {most} SMs that communicate leave none of this GPU's {sms} SMs",
+        "lower --mok-reserved-sms, --mok-fwd-comm-sms or --mok-bwd-comm-sms",
+    )
+    problems.raise_if_any(MokConfigError, "these settings do not fit this GPU:")
+    return ctas
 
 
 class Workspace:
@@ -37,6 +58,7 @@ class Workspace:
     def __init__(self, shape: MokShape, config: MokConfig, heap: torch.Tensor, side_by_side: bool = False) -> None:
         self.shape, self.config, self.device = shape, config, heap.device
         self._side_by_side = side_by_side
+        ctas = number_of_ctas(config, torch.cuda.get_device_properties(self.device).multi_processor_count)
         scratch_bytes = binding.library().mok_scratch_bytes(ctypes.byref(shape))
         scratch = torch.zeros(scratch_bytes, dtype=torch.uint8, device=self.device)
         self._peers = torch.zeros(shape.ranks, dtype=torch.int64, device=self.device)
@@ -48,14 +70,13 @@ class Workspace:
         # What launches use outlives them, also where the last reference goes while they run.
         self._memory = [heap, scratch, self._peers, error]
         weakref.finalize(self, _end, self._notes, self._memory, self.device).atexit = False
-        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.struct = MokWorkspace(
             shape,
             self._peers.data_ptr(),
             scratch.data_ptr(),
             error.data_ptr(),
             int(config.timeout_s * 1e9),
-            config.num_sms or max(1, sms - (config.reserved_sms or 0)),
+            ctas,
             config.fwd_comm_sms,
             config.bwd_comm_sms,
         )

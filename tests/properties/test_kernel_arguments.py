@@ -6,8 +6,9 @@ import torch
 from hypothesis import strategies as st
 
 from mok_megatron import MokConfig
-from mok_megatron.errors import MokCapacityError, MokInputError
+from mok_megatron.errors import MokCapacityError, MokConfigError, MokInputError
 from mok_megatron.megakernel.backend import ALIGNMENT, _aligned, _check_main_grads, expert_numbers, kernel_shape
+from mok_megatron.megakernel.workspace import number_of_ctas
 from mok_megatron.ops.inputs import MoeInputs
 from tests.properties.cases import cases, error_of
 
@@ -82,3 +83,23 @@ def test_row_numbers_never_wrap(
     assert shape.capacity_rows >= (capacity or tokens * topk) and shape.capacity_rows % 128 == 0
     assert 0 < shape.ring_rows or shape.capacity_rows == 0
     assert all(getattr(shape, name) >= 0 for name, _ in shape._fields_)
+
+
+few = st.integers(0, 200)
+
+
+@cases(100, sms=st.integers(1, 160), num=st.none() | few, reserved=st.none() | few, forward=few, backward=few)
+def test_ctas_are_all_resident_and_some_of_them_multiply(
+    sms: int, num: int | None, reserved: int | None, forward: int, backward: int
+) -> None:
+    settings = {"num_sms": num, "reserved_sms": reserved, "fwd_comm_sms": forward, "bwd_comm_sms": backward}
+    if error_of(lambda: MokConfig(**settings)) is not None:
+        return
+    config = MokConfig(**settings)
+    fits = max(forward, backward) < (sms - (reserved or 0) if num is None else num) and (num or 0) <= sms
+    error = error_of(lambda: number_of_ctas(config, sms))
+    assert (error is None) == fits, error
+    if fits:
+        assert max(forward, backward) < number_of_ctas(config, sms) <= sms
+    else:
+        assert isinstance(error, MokConfigError) and f"{sms} SMs" in str(error) and "--mok-" in str(error)
