@@ -33,11 +33,12 @@ def number_of_ctas(config: MokConfig, sms: int) -> int:
     if config.num_sms is not None:
         remedy = f"give at most {sms}, or leave it out"
         problems.require(config.num_sms <= sms, f"--mok-num-sms {config.num_sms} exceeds this GPU's {sms} SMs", remedy)
-    ctas = config.num_sms or sms - (config.reserved_sms or 0)
+    reserved = config.reserved_sms or 0
+    ctas = config.num_sms or sms - reserved
     most = max(config.fwd_comm_sms, config.bwd_comm_sms)
     problems.require(
         ctas > most,
-        f"--mok-reserved-sms {config.reserved_sms or 0} and {most} SMs that communicate leave none of this GPU's {sms} SMs",
+        f"--mok-reserved-sms {reserved} and {most} SMs that communicate leave none of this GPU's {sms} SMs",
         "lower --mok-reserved-sms, --mok-fwd-comm-sms or --mok-bwd-comm-sms",
     )
     problems.raise_if_any(MokConfigError, "these settings do not fit this GPU:")
