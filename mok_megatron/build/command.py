@@ -40,6 +40,10 @@ def run(args: argparse.Namespace) -> int:
             archs = [local_architecture().name]
         else:
             archs = [name for name in args.arch.split(",") if name.strip()]
+            if not archs:
+                raise build.BuildError(
+                    f"--arch {args.arch!r} names no architecture; give one or several, such as 90a,100a"
+                )
         libraries = build.build(
             archs,
             force=args.force or args.verbose,

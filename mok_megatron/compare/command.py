@@ -8,6 +8,7 @@ to ``scripts/pretrain_deepseek_v3.sh``, and from there to Megatron.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -129,7 +130,8 @@ def _check(args: argparse.Namespace, names: list[str]) -> None:
     problems.require(bool(names), "--dispatchers is empty", "name at least one")
     problems.require(len(set(names)) == len(names), "--dispatchers names one twice", "name each once")
     problems.require(args.steps >= 1, f"--steps is {args.steps}", "give at least 1")
-    problems.require(args.deadline > 0, f"--deadline is {args.deadline}", "give a positive number of seconds")
+    finite = 0 < args.deadline < math.inf
+    problems.require(finite, f"--deadline is {args.deadline}", "give a positive, finite number of seconds")
     problems.require(SCRIPT.is_file(), f"{SCRIPT} does not exist", "run from a checkout: the recipe is a script of it")
     nodes = os.environ.get("NNODES") or os.environ.get("SLURM_STEP_NUM_NODES") or "1"
     problems.require(nodes == "1", f"this launch has {nodes} nodes", "compare on one node")

@@ -191,6 +191,8 @@ def test_the_command_builds_and_prints_the_paths(
     printed = capsys.readouterr()
     assert [line.split()[0] for line in printed.out.splitlines()] == ["sm_90a", "sm_100a"]
     assert "compiling 2 of 2 CUDA files for sm_90a with nvcc 13.0.88" in printed.err
+    assert main(["build", "--arch", ","]) == 1
+    assert "names no architecture" in capsys.readouterr().err
     assert main(["build", "--arch", "80"]) == 1
     assert "unknown architecture '80'" in capsys.readouterr().err
     assert main(["build", "--arch", "90a", "--jobs", "0"]) == 2

@@ -38,5 +38,5 @@ def assert_answered(main: Callable[[Sequence[str]], int], words: list[str]) -> s
     if status == 0:
         assert out.strip()
         return out
-    assert re.search(r"error: |mok-megatron (plan|simulate): |pretrain: ", err), err
+    assert re.search(r"error: |mok-megatron (plan|simulate): |pretrain: |compare: ", err), err
     return None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import json
 
+import pytest
 from hypothesis import strategies as st
 
 from mok_megatron import cli
-from mok_megatron.compare import dry_run, flags
+from mok_megatron.compare import command, dry_run, flags
+from mok_megatron.compare.runs import RefusedError
 from tests.properties.answers import BASIS, MODELS, assert_answered, outcome
 from tests.properties.cases import cases, odd_numbers
 
@@ -139,6 +141,31 @@ def test_flags_of_the_recipe(own: list[str], user: list[str]) -> None:
     out = assert_answered(flags.main, ["--dry-run", *own, "--", *user])
     if out is not None and "-h" not in own:
         assert out.endswith("\0") and "--moe-token-dispatcher-type" in out.split("\0")
+
+
+COMPARE = {
+    "--preset": RECIPE["--preset"],
+    "--dispatchers": st.sampled_from(["mok,alltoall", "mok", "alltoall,alltoall", ",", "", "mokk", "mok,x"]),
+    "--steps": numbers,
+    "--deadline": numbers | st.sampled_from(["1.5", "inf", "nan", "0"]),
+    "--no-layer": None,
+}
+
+
+@cases(80, own=options(COMPARE, 4), user=options(MEGATRON, 2))
+def test_compare(own: list[str], user: list[str]) -> None:
+    """Up to the first training, of which the stub says that it was refused."""
+
+    def refuse(words: list[str], *unused: object, **unused_too: object) -> str:
+        assert words[:2] == ["bash", str(command.SCRIPT)]
+        assert "--" in user or words[len(words) - len(user) :] == user
+        raise RefusedError("the stub trains nothing")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command.runs, "run_logged", refuse)
+        patch.setattr(command, "_data", lambda *_: [])
+        patch.setattr(command, "_make_folder", lambda _: None)
+        assert_answered(command.main, ["--preset", "tiny", "--dispatchers", "mok", *own, *user])
 
 
 @functools.cache
