@@ -160,14 +160,19 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
     return sentences
 
 
+def markdown_rows(summary: dict[str, Any]) -> list[str]:
+    """The table in Markdown; the documents quote a record with these lines."""
+    lines = ["| " + " | ".join(HEADERS) + " |", "|---" + "|---:" * (len(HEADERS) - 1) + "|"]
+    return lines + ["| " + " | ".join(cells) + " |" for cells in rows(summary)]
+
+
 def markdown(summary: dict[str, Any]) -> str:
     """The report for people."""
     run = summary["run"]
     steps = summary["steps"]
     skipped = max((result["median_leaves_out_first"] for result in summary["results"].values()), default=0)
     lines = [f"# Token dispatchers compared: {summary['preset']}, {steps} steps", ""]
-    lines += ["| " + " | ".join(HEADERS) + " |", "|---" + "|---:" * (len(HEADERS) - 1) + "|"]
-    lines += ["| " + " | ".join(cells) + " |" for cells in rows(summary)]
+    lines += markdown_rows(summary)
     lines += [
         "",
         f"Same model, seed, data and steps for all, one after another. Times are medians over steps, without the first "
