@@ -51,7 +51,7 @@ class BackwardProgram {
   }
   __device__ void completed(Tile const& t, Waiter const& w) const;
   __device__ bool pull_job(uint32_t n, PullJob& job) const;
-  __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, StageCursor& cursor, int thread,
+  __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, ProductCursor& cursor, int thread,
                                           TileTimes& times) const;
   __device__ void finish(int thread, int threads) const;
 
@@ -98,8 +98,8 @@ class BackwardProgram {
   }
 
   template <Major A, Major B, bool Continue = false>
-  __device__ __forceinline__ bool product(Accumulator& acc, Tile const& t, SharedMemory& s, StageCursor& cursor, int thread) const {
-    return multiply<A, B, Continue>(acc, s.stages, s.stage_full, s.stage_empty, cursor, t.k_tiles, thread, s.waiter);
+  __device__ __forceinline__ bool product(Accumulator& acc, Tile const& t, SharedMemory& s, ProductCursor& cursor, int thread) const {
+    return multiply<A, B, Continue>(acc, s.stages, s.pipeline, cursor, t.k_tiles, thread, s.waiter);
   }
   // The matrix that a weight-gradient tile belongs to.
   struct Gradient {
@@ -298,7 +298,7 @@ __device__ __forceinline__ void BackwardProgram::store_gradient(Tile const& t, A
   store_dweight(acc, g.grad, g.offset, g.rows, g.cols, t.row, t.col, thread);
 }
 
-__device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMemory& s, StageCursor& cursor,
+__device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMemory& s, ProductCursor& cursor,
                                                          int thread, TileTimes& times) const {
   Common const& c = p_.common;
   Accumulator acc;

@@ -113,7 +113,7 @@ class ForwardProgram {
   }
 
   // Multiplies a tile and stores it; by all threads that multiply.
-  __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, StageCursor& cursor, int thread,
+  __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, ProductCursor& cursor, int thread,
                                           TileTimes& times) const {
     Common const& c = p_.common;
     Accumulator acc;
@@ -132,7 +132,7 @@ class ForwardProgram {
         }
       }
     }
-    if (!multiply<Major::K, Major::K>(acc, s.stages, s.stage_full, s.stage_empty, cursor, t.k_tiles, thread, s.waiter))
+    if (!multiply<Major::K, Major::K>(acc, s.stages, s.pipeline, cursor, t.k_tiles, thread, s.waiter))
       return false;
     times.multiplied();
     if (t.kind == kFc2) {

@@ -10,25 +10,24 @@
 #pragma once
 #include "comm/finish.cuh"
 #include "comm/pull.cuh"
-#include "mma/sm90.cuh"
+#include "mma/product.cuh"
 #include "params.cuh"
 #include "scheduler/tile.cuh"
 #include "trace.cuh"
 
 namespace mok {
 
-constexpr int kThreads = 384;
+constexpr int kThreads = kProducerThreads + kConsumerThreads + kIssuerThreads;
 constexpr int kTileSlots = 4;    // tiles known to a CTA at once
 constexpr int kClaimLead = 8;    // stages before the end of a tile at which the next one is taken
 constexpr int kCommWarps = 7;    // of a communication CTA: what shared memory has rings for
-constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
 
 struct SharedMemory {
   Stages stages;
   char pull_ring[kPullRingBytes];  // a communication CTA uses `stages` too, as six more rings
   PullSlot pull_slots[kCommWarps][kPullNotes];
   uint64_t pull_full[kCommWarps][kPullSlots];
-  uint64_t stage_full[kStages], stage_empty[kStages];
+  Pipeline pipeline;
   uint64_t tile_full[kTileSlots], tile_done[kTileSlots], tile_empty[kTileSlots];
   uint64_t claim;  // the producer is about to need another tile
   Waiter waiter;
@@ -39,20 +38,20 @@ static_assert(sizeof(Stages) + kPullRingBytes == kCommWarps * kPullRingBytes);
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
 
 __device__ __forceinline__ void init_barriers(SharedMemory& s) {
-  for (int i = 0; i < kStages; ++i) {
-    ptx::barrier_init(s.stage_full + i, 1);
-    ptx::barrier_init(s.stage_empty + i, kConsumerWarps);
-  }
+  s.pipeline.init();
   for (int i = 0; i < kTileSlots; ++i) {
     ptx::barrier_init(s.tile_full + i, 1);
     ptx::barrier_init(s.tile_done + i, kConsumerWarps);
-    ptx::barrier_init(s.tile_empty + i, 1);
+    ptx::barrier_init(s.tile_empty + i, kIssuerThreads > 0 ? 2 : 1);
   }
   for (int w = 0; w < kCommWarps; ++w)
     for (int i = 0; i < kPullSlots; ++i) ptx::barrier_init(&s.pull_full[w][i], 1);
   ptx::barrier_init(&s.claim, 1);
   ptx::barrier_init_fence();
 }
+
+__device__ __forceinline__ Major a_major(int kind) { return kind == kDw1 || kind == kDw2 ? Major::MN : Major::K; }
+__device__ __forceinline__ Major b_major(int kind) { return kind == kFc1 || kind == kFc2 ? Major::K : Major::MN; }
 
 // ---- roles of one thread each
 
@@ -82,7 +81,7 @@ __device__ __forceinline__ void load_operands(Program const& program, SharedMemo
     Tile const t = s.tiles[slot];
     if (t.kind == kEnd) return;
     ptx::fence_async_proxy();  // what other SMs stored, before the copy engine reads it
-    bool a_major_k = t.kind != kDw1 && t.kind != kDw2, b_major_k = t.kind == kFc1 || t.kind == kFc2;
+    bool a_major_k = a_major(t.kind) == Major::K, b_major_k = b_major(t.kind) == Major::K;
     void const* map_a = program.map(t.map_a);
     void const* map_b = program.map(t.map_b);
     int expert = a_major_k ? t.expert : 0, claim_at = max(0, t.k_tiles - kClaimLead);
@@ -90,8 +89,8 @@ __device__ __forceinline__ void load_operands(Program const& program, SharedMemo
 #pragma unroll 1
     for (int i = 0, k = t.k0; i < t.k_tiles; ++i, k += t.k_step) {
       if (i == claim_at) ptx::barrier_arrive(&s.claim);
-      if (!s.waiter.barrier(s.stage_empty + cursor.index, cursor.parity ^ 1)) return;
-      uint64_t* full = s.stage_full + cursor.index;
+      if (!s.waiter.barrier(s.pipeline.empty + cursor.index, cursor.parity ^ 1)) return;
+      uint64_t* full = s.pipeline.full + cursor.index;
       ptx::barrier_arrive_expect(full, kStageBytesA + kStageBytesB);
       if (a_major_k) ptx::tma_load(s.stages.a[cursor.index], map_a, full, k, t.at_a, 0, 0);
       else ptx::tma_load(s.stages.a[cursor.index], map_a, full, 0, k, t.at_a, 0);
@@ -125,9 +124,23 @@ __device__ __forceinline__ void pull_rows(Program const& program, SharedMemory& 
   puller.run(&c.counters().next_pull.value, [&](uint32_t n, PullJob& job) { return program.pull_job(n, job); });
 }
 
+// By the warps that only issue products, where there are any.
+__device__ __forceinline__ void issue_tiles(SharedMemory& s) {
+  issue_products(s.stages, s.pipeline, s.waiter, [&s](uint32_t n, Product& product) {
+    uint32_t slot = n % kTileSlots;
+    if (!__all_sync(0xffffffffu, s.waiter.barrier(s.tile_full + slot, n / kTileSlots % 2))) return false;
+    Tile const& t = s.tiles[slot];
+    product = {a_major(t.kind), b_major(t.kind), t.k_tiles, t.carry_in != 0};
+    bool end = t.kind == kEnd;
+    __syncwarp();
+    if (!end && threadIdx.x % 32 == 0) ptx::barrier_arrive(s.tile_empty + slot);
+    return !end;
+  });
+}
+
 template <class Program>
 __device__ __forceinline__ uint32_t multiply_tiles(Program const& program, SharedMemory& s, int thread) {
-  StageCursor cursor;
+  ProductCursor cursor;
   if (program.pulls_freely()) {
     Common const& c = program.common();
     pull_until(c, s.waiter, &c.counters().next_pull.value, [&](uint32_t n, PullJob& job) { return program.pull_job(n, job); },
@@ -148,7 +161,6 @@ __device__ __forceinline__ uint32_t multiply_tiles(Program const& program, Share
 
 template <class Program>
 __global__ __launch_bounds__(kThreads, 1) void megakernel(__grid_constant__ typename Program::Params const p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char raw[];
   auto& s = *reinterpret_cast<SharedMemory*>(raw);
   Common const& c = p.common;
@@ -168,7 +180,9 @@ __global__ __launch_bounds__(kThreads, 1) void megakernel(__grid_constant__ type
 
   Program program(p);
   if (blockIdx.x == 0 && threadIdx.x == 0 && program.pushing_tiles() == 0) announce_done(c, s.waiter, program.evicts());
-  if (int(blockIdx.x) < c.comm_ctas) {
+  bool moves_only = int(blockIdx.x) < c.comm_ctas;
+  if (!moves_only) begin_products(s.pipeline);
+  if (moves_only) {
     if (warp < kCommWarps) pull_rows(program, s, warp);
   } else if (warp < 4) {
     ptx::registers_release<kProducerRegisters>();
@@ -179,9 +193,11 @@ __global__ __launch_bounds__(kThreads, 1) void megakernel(__grid_constant__ type
       if (warp == 1) schedule_tiles(program, s);
       if (warp == 2) signal_tiles(program, s);
     }
+  } else if (warp >= (kProducerThreads + kConsumerThreads) / 32) {
+    issue_tiles(s);
   } else {
     ptx::registers_acquire<kConsumerRegisters>();
-    int thread = threadIdx.x - 128;
+    int thread = threadIdx.x - kProducerThreads;
     uint32_t tiles = multiply_tiles(program, s, thread);
     TileTimes times(c, thread, tiles);
     if (await_done(c, s.waiter, thread, Program::kForward)) {
@@ -200,7 +216,7 @@ __global__ __launch_bounds__(kThreads, 1) void megakernel(__grid_constant__ type
     counters.prepare_pushed.value = counters.prepare_counted.value = 0;
     counters.epoch.value = s.waiter.epoch;
   }
-#endif
+  if (!moves_only) end_products(s.pipeline);
 }
 
 }  // namespace mok

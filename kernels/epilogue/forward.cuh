@@ -1,6 +1,6 @@
 // What happens to a finished tile of the forward products.
 #pragma once
-#include "../mma/sm90.cuh"
+#include "../mma/product.cuh"
 #include "registers.cuh"
 
 namespace mok {

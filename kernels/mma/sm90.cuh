@@ -1,7 +1,7 @@
 // The tile product on Hopper: 128 x 256 of C in the registers of two warp groups, 64 of K a stage.
 //
 // Everything that is Hopper's alone about the product is here: shared-memory layouts, wgmma, and which thread
-// holds which element. Other files see `Stages`, `Accumulator`, `multiply` and `kAccumulatorRowsPerWarp`.
+// holds which element. What other files see is listed in product.cuh.
 #pragma once
 #include <cute/tensor.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
@@ -9,21 +9,40 @@
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cutlass/numeric_types.h>
 #include "../comm/wait.cuh"
+#include "shape.cuh"
+
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "compile for sm_90a: sm_90 has no wgmma"
+#endif
 
 namespace mok {
 
-constexpr int kTileRows = 128, kTileCols = 256, kTileK = 64;
 constexpr int kStages = 4;
-constexpr int kConsumerThreads = 256, kConsumerWarps = 8;
-constexpr uint32_t kStageBytesA = kTileRows * kTileK * 2, kStageBytesB = kTileCols * kTileK * 2;
+constexpr int kIssuerThreads = 0;  // the consumers issue their own products
+constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
 
-// How an operand lies in memory: K contiguous, or M (of A) or N (of B) contiguous.
-enum class Major { K, MN };
+using StageCursor = RingCursor<kStages>;
+using ProductCursor = StageCursor;  // of the consumers
 
 struct alignas(1024) Stages {
   cutlass::bfloat16_t a[kStages][kTileRows * kTileK];
   cutlass::bfloat16_t b[kStages][kTileCols * kTileK];
 };
+
+struct Pipeline {
+  uint64_t full[kStages], empty[kStages];
+
+  __device__ __forceinline__ void init() {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::barrier_init(full + i, 1);
+      ptx::barrier_init(empty + i, kConsumerWarps);
+    }
+  }
+};
+__device__ __forceinline__ void begin_products(Pipeline&) {}
+__device__ __forceinline__ void end_products(Pipeline&) {}
+template <class Next>
+__device__ __forceinline__ void issue_products(Stages&, Pipeline&, Waiter const&, Next) {}
 
 namespace sm90 {
 using namespace cute;
@@ -44,7 +63,6 @@ using Mma = decltype(make_tiled_mma(SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<kMa
 // Element 4 * j + 2 * h + i of a thread is row accumulator_row(thread, h), column 8 * j + 2 * (thread % 4) + i.
 using Accumulator = decltype(cute::partition_fragment_C(
     sm90::Mma<Major::K, Major::K>{}, cute::Shape<cute::Int<kTileRows>, cute::Int<kTileCols>>{}));
-constexpr int kAccumulatorSize = 128;
 
 __device__ __forceinline__ int accumulator_row(int thread, int half) {
   return thread / 128 * 64 + thread % 128 / 32 * 16 + thread % 32 / 4 + half * 8;
@@ -55,22 +73,12 @@ __device__ __forceinline__ void clear(Accumulator& acc) {
   for (int i = 0; i < kAccumulatorSize; ++i) acc(i) = 0.f;
 }
 
-// Position in the ring of stages: which one, and the parity of its barriers.
-struct StageCursor {
-  int index = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++index == kStages) { index = 0; parity ^= 1; }
-  }
-};
-
 // acc = A * B over `k_tiles` stages, or acc += A * B if `Continue`, which is slower: where accumulators come from
 // anything but wgmma, the compiler keeps wgmma asynchronous only if each stage is waited for. The bits are the same.
 // False: the launch was stopped.
 template <Major A, Major B, bool Continue = false>
-__device__ __forceinline__ bool multiply(Accumulator& acc, Stages& stages, uint64_t* full, uint64_t* empty,
-                                         StageCursor& cursor, int k_tiles, int thread, Waiter const& waiter) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ __forceinline__ bool multiply(Accumulator& acc, Stages& stages, Pipeline& pipeline, ProductCursor& cursor,
+                                         int k_tiles, int thread, Waiter const& waiter) {
   using namespace cute;
   sm90::Mma<A, B> mma;
   auto slice = mma.get_slice(thread);
@@ -83,7 +91,7 @@ __device__ __forceinline__ bool multiply(Accumulator& acc, Stages& stages, uint6
   int previous = -1;
 #pragma unroll 1
   for (int k = 0; k < k_tiles; ++k) {
-    if (!waiter.barrier(full + cursor.index, cursor.parity)) { warpgroup_wait<0>(); return false; }
+    if (!waiter.barrier(pipeline.full + cursor.index, cursor.parity)) { warpgroup_wait<0>(); return false; }
     warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size<2>(fragments_a); ++i) {
@@ -95,15 +103,14 @@ __device__ __forceinline__ bool multiply(Accumulator& acc, Stages& stages, uint6
     warpgroup_wait<Continue ? 0 : 1>();
     if (Continue) warpgroup_fence_operand(acc);
     int finished = Continue ? cursor.index : previous;
-    if (finished >= 0 && thread % 32 == 0) ptx::barrier_arrive(empty + finished);
+    if (finished >= 0 && thread % 32 == 0) ptx::barrier_arrive(pipeline.empty + finished);
     if (!Continue) previous = cursor.index;
     cursor.advance();
   }
   warpgroup_wait<0>();
   warpgroup_fence_operand(acc);
-  if (previous >= 0 && thread % 32 == 0) ptx::barrier_arrive(empty + previous);
+  if (previous >= 0 && thread % 32 == 0) ptx::barrier_arrive(pipeline.empty + previous);
   if (k_tiles == 0 && !Continue) clear(acc);
-#endif
   return true;
 }
 

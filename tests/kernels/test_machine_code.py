@@ -1,0 +1,85 @@
+"""What the compiler has made of the kernels: the tensor-core instructions of each architecture, and registers that do.
+
+Looks at libraries that are in the cache (`mok-megatron build --arch 90a,100a,103a`); compiles only the MXFP8 tiles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from mok_megatron import build
+from tests.kernels.conftest import HERE, disassembly, nvcc
+
+HOPPER, BLACKWELL = ("90a",), ("100a", "103a")
+MEGAKERNELS = ("ForwardProgram", "BackwardProgram")
+
+LOCAL_MEMORY: dict[tuple[str, str], int] = {}
+"""Instructions on local memory that are known and harmless; elsewhere there are none."""
+
+
+def instructions(code: str) -> dict[str, Counter[str]]:
+    """Function -> instruction -> how often; the names up to the first dot and whole."""
+    found: dict[str, Counter[str]] = {}
+    for block in re.split(r"^\s*Function : ", code, flags=re.MULTILINE)[1:]:
+        name, _, text = block.partition("\n")
+        whole = re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.a-z]*)", text)
+        found[name.strip()] = Counter(whole) + Counter(i.split(".")[0] for i in whole if "." in i)
+    return found
+
+
+@pytest.fixture(scope="module", params=[*HOPPER, *BLACKWELL])
+def library(request):
+    arch = request.param
+    try:
+        path = build.cached_library(arch)
+    except build.BuildError as error:
+        pytest.skip(str(error).splitlines()[0])
+    if path is None:
+        pytest.skip(f"the cache has no library of these sources: mok-megatron build --arch {arch}")
+    return arch, instructions(disassembly(path))
+
+
+def megakernels(functions):
+    found = {m: [counts for name, counts in functions.items() if m in name] for m in MEGAKERNELS}
+    assert all(len(counts) == 1 for counts in found.values()), list(functions)
+    return {m: counts[0] for m, counts in found.items()}
+
+
+def test_products_are_on_the_tensor_cores(library):
+    arch, functions = library
+    for name, code in megakernels(functions).items():
+        assert not any(i.startswith(("HMMA", "IMMA", "QMMA")) for i in code), "tensor cores as before Hopper"
+        if arch in HOPPER:
+            assert code["HGMMA.64x256x16.F32.BF16"] >= (4 if name == "ForwardProgram" else 16), code
+            assert not code["UTCHMMA"] and not code["LDTM"]
+        else:
+            assert not code["HGMMA"]
+            # Three pairs of majors, four instructions a stage.
+            assert code["UTCHMMA"] >= 12, code
+            assert code["LDTM"] >= 2 and any(i.startswith("LDTM.16dp256bit") for i in code), "drained by our epilogues"
+            assert code["UTCBAR"] >= 6, "a stage's operands and a tile's accumulators are announced as done"
+            assert code["UTCATOMSWS"] >= 2, "tensor memory is taken and given back"
+            if name == "BackwardProgram":
+                assert code["STTM"] >= 2, "accumulators of a cut expert are put back"
+        assert code["UTMALDG"] >= 2, "operands by TMA"
+        assert code["USETMAXREG"] >= (2 if arch in HOPPER else 3), "registers go to those who store"
+
+
+def test_nothing_is_spilled(library):
+    arch, functions = library
+    for name, code in functions.items():
+        kernel = next((m for m in MEGAKERNELS if m in name), name)
+        assert code["STL"] + code["LDL"] <= LOCAL_MEMORY.get((kernel, arch), 0), (name, code["STL"], code["LDL"])
+
+
+def test_mxfp8_tiles(tmp_path):
+    cubin = tmp_path / "mxfp8.cubin"
+    nvcc(HERE / "mxfp8_tiles.cu", cubin, "103a", "-cubin")
+    (code,) = instructions(disassembly(cubin)).values()
+    assert code["UTCQMMA"] >= 12, "three pairs of majors, four instructions a stage"
+    assert code["UTCCP"] >= 9, "scales of A, and twice of B, to tensor memory"
+    assert code["LDTM"] >= 2 and not code["UTCHMMA"]
+    assert not code["STL"] and not code["LDL"]
