@@ -20,14 +20,15 @@ class Architecture:
     name: str
     capability: tuple[int, int]  # as torch.cuda.get_device_capability() gives it
     gpus: str
+    run: bool  # whether these kernels have been run on such a GPU, and not only compiled and checked
 
 
 ARCHITECTURES = {
     arch.name: arch
     for arch in (
-        Architecture("90a", (9, 0), "H100, H200, GH200"),
-        Architecture("100a", (10, 0), "B200, GB200"),
-        Architecture("103a", (10, 3), "B300, GB300"),
+        Architecture("90a", (9, 0), "H100, H200, GH200", run=True),
+        Architecture("100a", (10, 0), "B200, GB200", run=False),
+        Architecture("103a", (10, 3), "B300, GB300", run=False),
     )
 }
 

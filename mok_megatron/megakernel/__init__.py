@@ -6,24 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mok_megatron.build.sources import ARCHITECTURES
+
 if TYPE_CHECKING:
     from mok_megatron.megakernel.backend import MegakernelBackend
     from mok_megatron.megakernel.workspace import release_workspaces
 
 __all__ = ["MegakernelBackend", "check_errors", "release_workspaces", "unavailable_reason"]
 
-RUN = {(9, 0): "90a"}
-"""Compute capabilities that the kernels have been run on, and the architecture they are compiled for."""
-
 
 def unavailable_reason(device: torch.device) -> str | None:
     """Why the megakernel cannot run on `device`, or None. Does not build anything."""
     if device.type != "cuda":
-        return f"the operands are on {device.type}, and the megakernel runs on CUDA devices of capability 9.0"
-    capability = torch.cuda.get_device_capability(device)
-    if capability not in RUN:
+        return f"the operands are on {device.type}, and the megakernel runs on CUDA devices"
+    major, minor = torch.cuda.get_device_capability(device)
+    if all(arch.capability != (major, minor) for arch in ARCHITECTURES.values()):
+        known = ", ".join("{}.{} ({})".format(*arch.capability, arch.gpus) for arch in ARCHITECTURES.values())
         name = torch.cuda.get_device_name(device)
-        return f"{name} has compute capability {capability[0]}.{capability[1]}, and the kernels exist for 9.0 (Hopper)"
+        return f"{name} has compute capability {major}.{minor}, and there are kernels for {known}"
     return None
 
 

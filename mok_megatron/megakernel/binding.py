@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Callable
 from ctypes import POINTER, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
 from mok_megatron.build import load_library
+from mok_megatron.build.library import local_architecture
 from mok_megatron.errors import MokBackendError
 
 API_VERSION = 1
@@ -110,6 +112,13 @@ def library() -> ctypes.CDLL:
     Raises:
         MokBackendError: the library and this file describe different interfaces.
     """
+    arch = local_architecture()
+    if not arch.run:
+        warnings.warn(
+            f"the kernels for {arch.gpus} have been compiled and checked, and never run on one: see whether "
+            "'mok-megatron selftest --gpu' holds, and docs/blackwell.md",
+            stacklevel=2,
+        )
     lib = load_library()
     lib.mok_last_error.restype = ctypes.c_char_p
     lib.mok_struct_bytes.argtypes, lib.mok_struct_bytes.restype = [ctypes.c_char_p], c_size_t

@@ -24,7 +24,7 @@ EVERY_DEVICE = None
 
 SUPPORT: dict[str, dict[tuple[int, int] | None, dict[str, Support]]] = {
     "reference": {EVERY_DEVICE: {"bf16": Support(), "mxfp8": Support(), "blockwise": Support()}},
-    "megakernel": {(9, 0): {"bf16": Support()}},
+    "megakernel": {capability: {"bf16": Support()} for capability in ((9, 0), (10, 0), (10, 3))},
 }
 """Backend -> compute capability -> format -> what of it."""
 
