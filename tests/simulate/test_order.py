@@ -109,7 +109,7 @@ namespace mok {
 namespace ptx { inline void add_release_gpu(uint32_t*, uint32_t) {} }
 constexpr int kTileRows = 128, kTileCols = 256, kTileK = 64;
 enum class Major { K, MN };
-struct StageCursor {};
+struct ProductCursor {};
 struct TileTimes {};
 struct Accumulator {};
 struct PullJob {
@@ -124,8 +124,8 @@ struct Waiter {
   }
 };
 inline void tile_pushed(Common const&, Waiter const&, int, bool) {}
-struct SharedMemory { int stages, stage_full, stage_empty; Waiter waiter; };
-template <Major A, Major B, bool C> bool multiply(Accumulator&, int, int, int, StageCursor&, int, int, Waiter const&);
+struct SharedMemory { int stages, pipeline; Waiter waiter; };
+template <Major A, Major B, bool C> bool multiply(Accumulator&, int, int, ProductCursor&, int, int, Waiter const&);
 }
 """
 LISTS = """
