@@ -90,8 +90,11 @@ fi
 optimizer=( # Report, 4.2; initial values: "standard deviation of 0.006"
     --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --init-method-std 0.006)
 batches=
+# The proxies' batches are 384 and 48 times smaller than the Report's first: the rate falls with the square root, as for
+# Adam in Malladi et al., arXiv:2205.10287; at 2.2e-4 proxy-2gpu's loss rises to 20 and its routing collapses.
+case $preset in proxy-2gpu) lr=1.1e-5 min_lr=1.1e-6 ;; proxy-8gpu) lr=3.2e-5 min_lr=3.2e-6 ;; *) lr=2.2e-4 min_lr=2.2e-5 ;; esac
 if [[ $preset != full ]] || given --train-iters; then # a short run: one cosine over its steps
-    schedule=(--lr 2.2e-4 --min-lr 2.2e-5 --lr-decay-style cosine --lr-warmup-fraction 0.1)
+    schedule=(--lr $lr --min-lr $min_lr --lr-decay-style cosine --lr-warmup-fraction 0.1)
     given --train-iters || given --train-samples || schedule+=(--train-iters 50)
 else # Report, 4.2, in sequences of 4096 tokens: 14.8T in all, 2000 steps of warm-up at 3072 a step, constant
     # until 10T, cosine over 4.3T to 2.2e-5.

@@ -70,7 +70,7 @@ class MegakernelBackend:
         results = operators.backward(saved.workspace, saved.operands, _aligned(dy), saved.tensors, targets)
         dx, dweights, dscale, dw1, dw2, dshared_w1, dshared_w2 = results
         assert dx is not None and dweights is not None
-        return MoeGradients(dx, dweights, dw1, dw2, dshared_w1, dshared_w2, dscale)
+        return MoeGradients(dx, dweights, dw1, dw2, dshared_w1, dshared_w2, dscale, saved.tensors.x_rows)
 
 
 def symmetric_bytes() -> int:

@@ -90,6 +90,8 @@ class MoeGradients:
     shared_w1: Tensor | None = None
     shared_w2: Tensor | None = None
     shared_scale: Tensor | None = None
+    spare: Tensor | None = None
+    """Memory that the call needed and nobody reads any more; for gradients whose values do not matter."""
 
 
 def check_inputs(call: MoeInputs) -> Problems:

@@ -25,18 +25,21 @@ def store_gradient(weight: Tensor, gradient: Tensor, into_main_grad: bool) -> Te
     return gradient.to(weight.dtype)
 
 
-def autograd_result(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
+def autograd_result(weight: Tensor, gradient: Tensor | None, spare: Tensor | None = None) -> Tensor | None:
     """What the autograd function returns for `weight`.
 
     Where the gradient went into `main_grad`, Megatron's hooks on the parameter must still fire, so autograd gets
-    a tensor of the right shape all the same: undefined values, shared by all such weights, which Megatron drops
-    because `grad_added_to_main_grad` is set, or zeros where the parameter says `zero_out_wgrad`.
+    a tensor of the right shape all the same: undefined values, which Megatron drops because `grad_added_to_main_grad`
+    is set, or zeros where the parameter says `zero_out_wgrad`. They lie in `spare` where it is large enough, else in
+    memory that all weights of that shape share.
     """
     if gradient is not None or not takes_main_grad(weight):
         return gradient
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)
+    if spare is not None and spare.dtype == weight.dtype and spare.numel() >= weight.numel():
+        return spare.view(-1)[: weight.numel()].view(weight.shape)
     key = (weight.shape, weight.dtype, weight.device)
     if key not in _dummies:
         _dummies[key] = torch.empty_like(weight, requires_grad=False)

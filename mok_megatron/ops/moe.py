@@ -125,5 +125,5 @@ class _MokMoe(torch.autograd.Function):
         by_weight = [grads.w1, grads.w2, grads.shared_w1, grads.shared_w2]
         if ctx.into_main_grad:
             pairs = zip(ctx.weights, by_weight, strict=True)
-            by_weight = [None if w is None else autograd_result(w, g) for w, g in pairs]
+            by_weight = [None if w is None else autograd_result(w, g, grads.spare) for w, g in pairs]
         return (None, None, None, None, None, None, grads.x, grads.topk_weights, *by_weight, grads.shared_scale)

@@ -56,8 +56,9 @@ def test_one_operation_a_direction_and_four_launches(library: Library) -> None:
     with Operations() as backward:
         torch.autograd.grad(y, [layer.x, layer.weights, layer.w1, layer.w2], torch.zeros_like(y))
     assert forward.names == ["forward"]
-    assert [name for name in backward.names if name != "detach"] == ["zeros_like", "backward"]
-    assert backward.names.count("detach") == 4  # one view for each weight's place in autograd
+    views = {"detach", "view", "slice"}  # of memory for the weights' places in autograd
+    assert [name for name in backward.names if name not in views] == ["zeros_like", "backward"]
+    assert "empty_like" not in backward.names  # no memory for gradients that Megatron drops
     assert library.launches == ["mok_forward_prepare", "mok_forward", "mok_backward_prepare", "mok_backward"]
 
 
