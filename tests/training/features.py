@@ -338,6 +338,17 @@ def note(path: Path | None, results: dict[str, Any]) -> None:
         path.write_text(json.dumps(results, indent=1))
 
 
+def markdown_rows(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Lines of a table; the documents quote a record with these."""
+    lines = []
+    for name, result in results.items():
+        if "us" in result:
+            continue
+        found = f"{result['difference']:.1e} from {result['against']}" if "difference" in result else "-"
+        lines.append(f"| {name} | {result['verdict']} | {found} |")
+    return lines
+
+
 def describe(result: dict[str, Any]) -> str:
     """A line."""
     if "error" in result:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.features import FEATURES, HOST, LATER, continued
+from tests.training.features import FEATURES, HOST, LATER, continued, markdown_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,3 +46,11 @@ def test_every_feature_on_two_gpus(tmp_path):
     results = run(tmp_path, timeout_s=600)
     assert list(results) == [*FEATURES, *continued([], tmp_path), HOST, *LATER]
     assert {name: result["verdict"] for name, result in results.items() if result["verdict"] != "ok"} == {}
+
+
+def test_the_documents_quote_the_record():
+    record = json.loads((ROOT / "docs" / "results" / "features_2xh200.json").read_text())
+    text = (ROOT / "docs" / "results" / "README.md").read_text()
+    rows = markdown_rows(record["features"])
+    assert len(rows) > 15 and all(row in text for row in rows)
+    assert all(record[key] for key in ("command", "commit", "hardware", "versions"))
