@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
@@ -179,9 +182,64 @@ def check_state_dicts(rank: int) -> int:
     return ran
 
 
+def check_checkpoints(rank: int) -> int:
+    """Distributed checkpoints of one shape, read by a layer of any."""
+    from megatron.core import dist_checkpointing
+
+    from tests.megatron import layers
+
+    layers.start(rank)
+    dist.barrier()
+    ran = 0
+
+    def entries(built: Any, singleton: bool, prefix: str = "mlp.") -> dict[str, Any]:
+        return {"model": built.sharded_state_dict(prefix=prefix, metadata={"singleton_local_shards": singleton})}
+
+    saved = layers.layer(layers.config("mok"))
+    with tempfile.TemporaryDirectory() as folder:
+        for singleton in (False, True):
+            path = Path(folder, str(singleton))
+            path.mkdir()
+            dist_checkpointing.save(entries(saved, singleton), str(path), async_strategy="mcore")
+
+        @cases(
+            CHECKPOINTS,
+            experts=st.sampled_from([8, 8, 4, 16]),
+            inner=st.sampled_from([48, 48, 32]),
+            hidden=st.sampled_from([32, 32, 64]),
+            prefix=st.sampled_from(["mlp.", "mlp.", "mlp.", "mpl."]),
+            layouts=st.sampled_from([(False, False), (True, True), (True, False), (False, True)]),
+        )
+        def load_a_checkpoint(experts: int, inner: int, hidden: int, prefix: str, layouts: tuple[bool, bool]) -> None:
+            nonlocal ran
+            fields = {"num_moe_experts": experts, "moe_ffn_hidden_size": inner, "hidden_size": hidden}
+            built = layers.layer(layers.config("mok", **fields), seed=8)
+            fits = (experts, inner, hidden, prefix) == (8, 48, 32, "mlp.") and layouts[0] == layouts[1]
+            try:
+                path = str(Path(folder, str(layouts[0])))
+                state = dist_checkpointing.load(entries(built, layouts[1], prefix), path)
+                built.load_state_dict({key.removeprefix(prefix): value for key, value in state["model"].items()})
+            except BaseException as error:  # torch's CheckpointException is not an Exception
+                assert not fits and prefix in str(error), error
+            else:
+                assert fits, fields
+                for mine, theirs in zip(built.parameters(), saved.parameters(), strict=True):
+                    assert torch.equal(mine, theirs)
+            ran += 1
+
+        load_a_checkpoint()
+    return ran
+
+
 STATE_DICTS = CASES["load_a_state_dict"] = 100
+CHECKPOINTS = CASES["load_a_checkpoint"] = 40
 
 
 def test_state_dicts() -> None:
     """Loaded to the bit, or refused with the keys that do not fit."""
     assert run_on_ranks(1, check_state_dicts)[0] >= STATE_DICTS
+
+
+def test_distributed_checkpoints() -> None:
+    """Read to the bit, or refused with a key that does not fit."""
+    assert run_on_ranks(1, check_checkpoints)[0] >= CHECKPOINTS
