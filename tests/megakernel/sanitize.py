@@ -22,8 +22,8 @@ from pathlib import Path
 
 # The kernels that each looks into. initcheck must see who writes memory, so torch's too.
 TOOLS = {"memcheck": "kns=mok", "initcheck": "", "synccheck": "kns=mok", "racecheck": "kns=prepare_kernel"}
-# Values are compared with products of cuBLAS. initcheck takes what those write with the copy engine for not written, and
-# racecheck (2025.3) ends in an internal error at them, also where it is told to look into no kernel at all.
+# Values are compared with products of cuBLAS. initcheck takes what those write with the copy engine for not written,
+# and racecheck (2025.3) ends in an internal error at them, also where it is told to look into no kernel at all.
 NO_VALUES = {"initcheck", "racecheck"}
 PACKAGE = "nvidia-cuda-sanitizer-api>=13.0,<14"
 

@@ -35,7 +35,7 @@ def main(names: list[str], compare: bool) -> int:
         config = kernel_config(minibatch_size=128, num_sms=4, timeout_s=100.0, **settings)
         run = VirtualRanks(problem, ranks, config)
         found = run.run(problem, main_grad=torch.float32)
-        print(f"{name}: done")
+        print(f"{name}: done", flush=True)
         if not compare:
             continue
         exact, rounded = plain(problem, torch.float64), plain(problem, torch.bfloat16)
