@@ -43,6 +43,13 @@ def gpus(driver: Driver) -> Check:
             f"{found}: no kernel for {', '.join(without)}",
             f"kernels are for {known}; --mok-backend reference runs on any",
         )
+    unproven = {arch.capability for arch in ARCHITECTURES.values() if not arch.run}
+    if any(gpu.capability in unproven for gpu in driver.gpus):
+        return warning(
+            "GPU",
+            f"{found}: the kernels were compiled and checked for it, and never run",
+            "mok-megatron selftest --gpu says whether they work here; docs/blackwell.md what it checks",
+        )
     if len(kinds) > 1:
         return warning(
             "GPU", f"{found}: they differ", "use equal GPUs in an expert-parallel group: the slowest sets the pace"

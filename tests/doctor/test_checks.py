@@ -45,7 +45,9 @@ def test_two_h200s_are_ready() -> None:
 
 def test_a_tray_of_a_rack_with_imex_is_ready() -> None:
     facts = replace(TRAY, imex_channels=("channel0",), imex_status="Domain State: UP")
-    assert all(check.status is Status.OK for check in diagnose(facts).values())
+    checks = diagnose(facts)
+    assert "selftest --gpu" in (checks.pop("GPU").remedy or ""), "its kernels were never run"
+    assert all(check.status is Status.OK for check in checks.values())
 
 
 def test_a_machine_without_gpu_gets_one_warning_and_no_checks_of_gpus() -> None:
