@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from mok_megatron import MokConfig, versions
+from mok_megatron import MokConfig, tuned, versions
 from mok_megatron.errors import MokConfigError
 from mok_megatron.megatron.validate import SMS_FOR_NCCL, mok_config
 from tests.megatron import layers
@@ -134,6 +134,7 @@ def test_a_model_without_experts_is_left_alone() -> None:
 
 def test_precision_and_sizes_of_the_megakernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tuned, "gpu_name", lambda: None)
     message = refusal()
     assert "pass --bf16" in message
     assert "the hidden size 32 is not a multiple of 64; use 64" in message
