@@ -5,8 +5,27 @@
 
 using namespace mok;
 
+int mok::map_shared_backward(BackwardParams& p, MokWorkspace const& w) {
+  MokShape const& s = w.shape;
+  MokBackward const& b = p.b;
+  if (s.shared_intermediate == 0 || b.tokens == 0) return 0;
+  int is = s.shared_intermediate, t = b.tokens, h = s.hidden;
+  auto* scratch = static_cast<char*>(w.scratch);
+  char *dgate_up = scratch + p.common.at.shared_dgate_up, *hidden = scratch + p.common.at.shared_hidden;
+  int e = map_k_major(p.maps + kDy, b.dy, t, h, kTileRows, 1);
+  if (!e) e = map_column_major(p.maps + kSharedW2T, b.shared_w2, h, is, kTileCols, 1);
+  if (!e) e = map_k_major(p.maps + kSharedDGateUp, dgate_up, t, 2 * is, kTileRows, 1);
+  if (!e) e = map_column_major(p.maps + kSharedW1T, b.shared_w1, 2 * is, h, kTileCols, 1);
+  if (!e) e = map_column_major(p.maps + kSharedDGateUpT, dgate_up, t, 2 * is, kTileRows, 1);
+  if (!e) e = map_column_major(p.maps + kXT, b.x, t, h, kTileCols, 1);
+  if (!e) e = map_column_major(p.maps + kDyT, b.dy, t, h, kTileRows, 1);
+  if (!e) e = map_column_major(p.maps + kSharedHiddenT, hidden, t, is, kTileCols, 1);
+  return e;
+}
+
 extern "C" int mok_backward(MokWorkspace const* w, MokSchedule const* sched, MokBackward const* b, void* stream) {
   if (int e = check_call(*w, b->tokens)) return e;
+  if (w->shape.format == MOK_FORMAT_FP8_BLOCK) return backward_fp8(*w, *sched, *b, static_cast<cudaStream_t>(stream));
   MokShape const& s = w->shape;
   BackwardParams p{{}, make_common(*w, *sched, b->tokens, w->backward_comm_ctas, false), *b};
   auto* scratch = static_cast<char*>(w->scratch);
@@ -22,18 +41,7 @@ extern "C" int mok_backward(MokWorkspace const* w, MokSchedule const* sched, Mok
   if (!e) e = map_column_major(p.maps + kXRowsT, b->x_rows, ring, h, kTileCols, 1);
   if (!e) e = map_column_major(p.maps + kDyRowsT, dy, ring, h, kTileRows, 1);
   if (!e) e = map_column_major(p.maps + kHiddenT, hidden, ring, i, kTileCols, 1);
-  if (s.shared_intermediate > 0 && b->tokens > 0) {
-    int is = s.shared_intermediate, t = b->tokens;
-    char *sdgate_up = scratch + p.common.at.shared_dgate_up, *shidden = scratch + p.common.at.shared_hidden;
-    if (!e) e = map_k_major(p.maps + kDy, b->dy, t, h, kTileRows, 1);
-    if (!e) e = map_column_major(p.maps + kSharedW2T, b->shared_w2, h, is, kTileCols, 1);
-    if (!e) e = map_k_major(p.maps + kSharedDGateUp, sdgate_up, t, 2 * is, kTileRows, 1);
-    if (!e) e = map_column_major(p.maps + kSharedW1T, b->shared_w1, 2 * is, h, kTileCols, 1);
-    if (!e) e = map_column_major(p.maps + kSharedDGateUpT, sdgate_up, t, 2 * is, kTileRows, 1);
-    if (!e) e = map_column_major(p.maps + kXT, b->x, t, h, kTileCols, 1);
-    if (!e) e = map_column_major(p.maps + kDyT, b->dy, t, h, kTileRows, 1);
-    if (!e) e = map_column_major(p.maps + kSharedHiddenT, shidden, t, is, kTileCols, 1);
-  }
+  if (!e) e = map_shared_backward(p, *w);
   if (e) return e;
   return launch("the backward megakernel", megakernel<BackwardProgram>, p, w->num_ctas, kThreads, sizeof(SharedMemory),
                 static_cast<cudaStream_t>(stream));

@@ -21,6 +21,11 @@ struct BackwardParams {
   MokBackward b;
 };
 
+// Host: the tensor maps of the shared expert's operands; an error code, or 0.
+int map_shared_backward(BackwardParams& p, MokWorkspace const& w);
+// Host: the launch where the operands are E4M3 with block scales.
+int backward_fp8(MokWorkspace const& w, MokSchedule const& sched, MokBackward const& b, cudaStream_t stream);
+
 class BackwardProgram {
  public:
   using Params = BackwardParams;
@@ -38,7 +43,9 @@ class BackwardProgram {
 
   __device__ Common const& common() const { return p_.common; }
   __device__ void const* map(int i) const { return p_.maps + i; }
-  static constexpr bool kForward = false;
+  static constexpr bool kForward = false, kExpands = false;
+  static constexpr int kProducerRegisters = mok::kProducerRegisters, kConsumerRegisters = mok::kConsumerRegisters;
+  static __device__ bool b_major_k(Tile const& t) { return t.kind == kFc1; }
   __device__ bool evicts() const { return false; }
   // Whether no pull waits for a tile.
   __device__ bool pulls_freely() const { return macrobatches_ == 1; }
@@ -55,7 +62,7 @@ class BackwardProgram {
                                           TileTimes& times) const;
   __device__ void finish(int thread, int threads) const;
 
- private:
+ protected:
   // Sizes. `shared`: of the shared expert.
   __device__ int ring_blocks() const { return p_.common.shape.ring_rows / kTileRows; }
   __device__ int token_blocks() const { return (p_.common.tokens + kTileRows - 1) / kTileRows; }
@@ -113,6 +120,11 @@ class BackwardProgram {
     MokGrad const& grad = dw1 ? (t.shared ? p_.b.dshared_w1 : p_.b.dw1) : (t.shared ? p_.b.dshared_w2 : p_.b.dw2);
     return {grad, size_t(t.expert) * rows * cols, rows, cols};
   }
+  __device__ __forceinline__ DHiddenOutput dhidden_output(Tile const& t, int thread, float (&weight)[2], float* (&sums)[2]) const;
+  __device__ __forceinline__ void dx_rows(Tile const& t, int thread, __nv_bfloat16* (&dst)[2]) const;
+  __device__ __nv_bfloat16* gate_up(bool shared) const {
+    return static_cast<__nv_bfloat16*>(shared ? const_cast<void*>(p_.b.shared_gate_up) : p_.b.gate_up);
+  }
   __device__ __forceinline__ void store_gradient(Tile const& t, Accumulator const& acc, int thread) const;
   // Where the accumulators of a tile wait, saved by macrobatch `m`.
   __device__ float* carry(Tile const& t, int m) const {
@@ -121,6 +133,8 @@ class BackwardProgram {
   __device__ Tile rows_tile(int kind, int block, int row, int expert, int column, bool shared) const;
   __device__ Tile dweight_tile(int index, bool shared, int first_row, int rows) const;
   __device__ void routed_dweight(int m, Macrobatch const& b, int t, Tile& tile) const;
+
+  __device__ void pull_into(char* ring, bool x, int m, Macrobatch const& b, int i, int tiles_before, PullJob& job) const;
 
   Params const& p_;
   int blocks_, macrobatches_;
@@ -250,41 +264,6 @@ __device__ inline void BackwardProgram::completed(Tile const& t, Waiter const& w
   if (t.kind == kDHidden || t.kind == kDx) tile_pushed(c, w, pushing_tiles(), evicts());
 }
 
-__device__ inline bool BackwardProgram::pull_job(uint32_t n, PullJob& job) const {
-  Common const& c = p_.common;
-  int rows_each = p_.common.pull_rows, jobs_a_block = kTileRows / rows_each;
-  int i = int(n), before = 0;
-  if (blocks_ == 0) return false;
-  for (int m = macrobatches_ - 1; m >= 0; --m) {
-    Macrobatch b = macrobatch(m);
-    int jobs = b.count * jobs_a_block * (b.again ? 2 : 1);
-    if (i >= jobs) {
-      i -= jobs;
-      before += tiles_of(b);
-      continue;
-    }
-    bool x = b.again && i < b.count * jobs_a_block;  // x first: FC1 comes first
-    if (b.again && !x) i -= b.count * jobs_a_block;
-    int per = per_, first = i / jobs_a_block / per * per;
-    PhaseTile phase{0, first, min(per, b.count - first), i / jobs_a_block - first};
-    int in_ring = in_macrobatch(phase), block = b.first + in_ring;
-    int part = (i % jobs_a_block + c.shape.rank * jobs_a_block / c.shape.ranks) % jobs_a_block;
-    char* rows = x ? static_cast<char*>(p_.b.x_rows) : c.local<char>(c.at.dy_rows);
-    job.row = block * kTileRows + part * rows_each;
-    job.dst = rows + (size_t(in_ring) * kTileRows + part * rows_each) * hidden() * 2;
-    job.arrived = c.counts(x ? c.at.rows_x : c.at.rows_dy) + block;
-    // Everything that reads the ring's rows of the macrobatches before.
-    job.after = b.again ? &c.counters().tiles_done.value : nullptr;
-    job.after_value = before;
-    job.after_flag = MOK_FLAG_MACROBATCH;
-    job.after_index = m;
-    job.own_input = static_cast<char const*>(x ? p_.b.x : p_.b.dy);
-    job.peer_input = x ? c.symmetric.input_again : c.symmetric.input;
-    return true;
-  }
-  return false;
-}
-
 // ---- arithmetic
 
 __device__ __forceinline__ void BackwardProgram::store_gradient(Tile const& t, Accumulator const& acc,
@@ -298,43 +277,61 @@ __device__ __forceinline__ void BackwardProgram::store_gradient(Tile const& t, A
   store_dweight(acc, g.grad, g.offset, g.rows, g.cols, t.row, t.col, thread);
 }
 
-__device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMemory& s, ProductCursor& cursor,
-                                                         int thread, TileTimes& times) const {
+// Where a dHidden tile goes; also each of the thread's rows' router weight, and where its share of that gradient goes.
+__device__ __forceinline__ DHiddenOutput BackwardProgram::dhidden_output(Tile const& t, int thread, float (&weight)[2],
+                                                                         float* (&sums)[2]) const {
   Common const& c = p_.common;
-  Accumulator acc;
-  int h = hidden(), w = width(t.shared), stride = c.routes_per_rank();
+  int w = width(t.shared), stride = c.routes_per_rank(), columns = dhidden_columns(t.shared), column = t.col / kTileCols;
   size_t row = t.row;
-  auto* gate_up = static_cast<__nv_bfloat16*>(t.shared ? const_cast<void*>(p_.b.shared_gate_up) : p_.b.gate_up);
+  sums[0] = sums[1] = nullptr;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int r = accumulator_row(thread, half);
+    if (t.shared) {
+      bool in = t.row + r < c.tokens;
+      weight[half] = in && p_.b.shared_scale != nullptr ? p_.b.shared_scale[t.row + r] : 1.f;
+      if (in) sums[half] = c.local<float>(c.at.shared_dscale) + (row + r) * columns + column;
+    } else {
+      int source = c.schedule.row_source[t.block * kTileRows + r];
+      weight[half] = c.schedule.row_weight[t.block * kTileRows + r];
+      if (source >= 0)
+        sums[half] = c.peer<float>(source / stride, c.symmetric.dweight) + size_t(source % stride) * columns + column;
+    }
+  }
   auto* dgate_up = c.local<__nv_bfloat16>(t.shared ? c.at.shared_dgate_up : c.at.dgate_up);
   auto* weighted_hidden = c.local<__nv_bfloat16>(t.shared ? c.at.shared_hidden : c.at.hidden);
+  return {gate_up(t.shared) + row * 2 * w, dgate_up + row * 2 * w, weighted_hidden + row * w, w,
+          t.shared ? c.tokens - t.row : kTileRows, t.col};
+}
+
+// Where the thread's rows of a dX tile go; null if nowhere.
+__device__ __forceinline__ void BackwardProgram::dx_rows(Tile const& t, int thread, __nv_bfloat16* (&dst)[2]) const {
+  Common const& c = p_.common;
+  int h = hidden(), stride = c.routes_per_rank();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int r = accumulator_row(thread, half), source = t.shared ? 0 : c.schedule.row_source[t.block * kTileRows + r];
+    dst[half] = nullptr;
+    if (!t.shared && source >= 0) dst[half] = c.peer<__nv_bfloat16>(source / stride, c.symmetric.slots) + size_t(source % stride) * h;
+    if (t.shared && t.row + r < c.tokens) dst[half] = c.local<__nv_bfloat16>(c.at.shared_out) + size_t(t.row + r) * h;
+  }
+}
+
+__device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMemory& s, ProductCursor& cursor,
+                                                         int thread, TileTimes& times) const {
+  Accumulator acc;
   constexpr Major k = Major::K, mn = Major::MN;
 
   if (t.kind == kFc1) {
     if (!product<k, k>(acc, t, s, cursor, thread)) return false;
     times.multiplied();
-    store_fc1(acc, {gate_up + row * 2 * w, nullptr, w, kTileRows, t.col}, thread);
+    store_fc1(acc, {gate_up(false) + size_t(t.row) * 2 * width(false), nullptr, width(false), kTileRows, t.col}, thread);
     return true;
   }
   if (t.kind == kDHidden) {
     float weight[2];
-    float* sums[2] = {nullptr, nullptr};
-    int columns = dhidden_columns(t.shared), column = t.col / kTileCols;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int r = accumulator_row(thread, half);
-      if (t.shared) {
-        bool in = t.row + r < c.tokens;
-        weight[half] = in && p_.b.shared_scale != nullptr ? p_.b.shared_scale[t.row + r] : 1.f;
-        if (in) sums[half] = c.local<float>(c.at.shared_dscale) + (row + r) * columns + column;
-      } else {
-        int source = c.schedule.row_source[t.block * kTileRows + r];
-        weight[half] = c.schedule.row_weight[t.block * kTileRows + r];
-        if (source >= 0)
-          sums[half] = c.peer<float>(source / stride, c.symmetric.dweight) + size_t(source % stride) * columns + column;
-      }
-    }
-    DHiddenOutput out{gate_up + row * 2 * w, dgate_up + row * 2 * w, weighted_hidden + row * w, w,
-                      t.shared ? c.tokens - t.row : kTileRows, t.col};
+    float* sums[2];
+    DHiddenOutput const out = dhidden_output(t, thread, weight, sums);
     prefetch_dhidden(out, thread);
     if (!product<k, mn>(acc, t, s, cursor, thread)) return false;
     times.multiplied();
@@ -342,20 +339,11 @@ __device__ __forceinline__ bool BackwardProgram::compute(Tile const& t, SharedMe
     return true;
   }
   if (t.kind == kDx) {
-    __nv_bfloat16* dst[2] = {nullptr, nullptr};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int r = accumulator_row(thread, half);
-      if (t.shared) {
-        if (t.row + r < c.tokens) dst[half] = c.local<__nv_bfloat16>(c.at.shared_out) + (row + r) * h;
-      } else {
-        int source = c.schedule.row_source[t.block * kTileRows + r];
-        if (source >= 0) dst[half] = c.peer<__nv_bfloat16>(source / stride, c.symmetric.slots) + size_t(source % stride) * h;
-      }
-    }
+    __nv_bfloat16* dst[2];
+    dx_rows(t, thread, dst);
     if (!product<k, mn>(acc, t, s, cursor, thread)) return false;
     times.multiplied();
-    store_rows(acc, dst, t.col, h, thread);
+    store_rows(acc, dst, t.col, hidden(), thread);
     return true;
   }
   if (t.number < 0) return true;
@@ -402,3 +390,5 @@ __device__ inline void BackwardProgram::finish(int thread, int threads) const {
 }
 
 }  // namespace mok
+
+#include "backward_pulls.cuh"

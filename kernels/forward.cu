@@ -5,8 +5,21 @@
 
 using namespace mok;
 
+int mok::map_shared_forward(ForwardParams& p, MokWorkspace const& w) {
+  MokShape const& s = w.shape;
+  MokForward const& f = p.f;
+  if (s.shared_intermediate == 0 || f.tokens == 0) return 0;
+  char* hidden = static_cast<char*>(w.scratch) + p.common.at.shared_hidden;
+  int e = map_k_major(p.maps + kX, f.x, f.tokens, s.hidden, kTileRows, 1);
+  if (!e) e = map_gate_up(p.maps + kSharedW1, f.shared_w1, s.shared_intermediate, s.hidden, 1);
+  if (!e) e = map_k_major(p.maps + kSharedHidden, hidden, f.tokens, s.shared_intermediate, kTileRows, 1);
+  if (!e) e = map_k_major(p.maps + kSharedW2, f.shared_w2, s.hidden, s.shared_intermediate, kTileCols, 1);
+  return e;
+}
+
 extern "C" int mok_forward(MokWorkspace const* w, MokSchedule const* sched, MokForward const* f, void* stream) {
   if (int e = check_call(*w, f->tokens)) return e;
+  if (w->shape.format == MOK_FORMAT_FP8_BLOCK) return forward_fp8(*w, *sched, *f, static_cast<cudaStream_t>(stream));
   MokShape const& s = w->shape;
   ForwardParams p{{}, make_common(*w, *sched, f->tokens, w->forward_comm_ctas, true), *f};
   auto* scratch = static_cast<char*>(w->scratch);
@@ -14,12 +27,7 @@ extern "C" int mok_forward(MokWorkspace const* w, MokSchedule const* sched, MokF
   if (!e) e = map_gate_up(p.maps + kW1, f->w1, s.intermediate, s.hidden, s.experts_local);
   if (!e) e = map_k_major(p.maps + kHidden, scratch + p.common.at.hidden, s.ring_rows, s.intermediate, kTileRows, 1);
   if (!e) e = map_k_major(p.maps + kW2, f->w2, s.hidden, s.intermediate, kTileCols, s.experts_local);
-  if (s.shared_intermediate > 0 && f->tokens > 0) {
-    if (!e) e = map_k_major(p.maps + kX, f->x, f->tokens, s.hidden, kTileRows, 1);
-    if (!e) e = map_gate_up(p.maps + kSharedW1, f->shared_w1, s.shared_intermediate, s.hidden, 1);
-    if (!e) e = map_k_major(p.maps + kSharedHidden, scratch + p.common.at.shared_hidden, f->tokens, s.shared_intermediate, kTileRows, 1);
-    if (!e) e = map_k_major(p.maps + kSharedW2, f->shared_w2, s.hidden, s.shared_intermediate, kTileCols, 1);
-  }
+  if (!e) e = map_shared_forward(p, *w);
   if (e) return e;
   return launch("the forward megakernel", megakernel<ForwardProgram>, p, w->num_ctas, kThreads, sizeof(SharedMemory),
                 static_cast<cudaStream_t>(stream));

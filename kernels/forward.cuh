@@ -14,6 +14,11 @@ struct ForwardParams {
   MokForward f;
 };
 
+// Host: the tensor maps of the shared expert's operands; an error code, or 0.
+int map_shared_forward(ForwardParams& p, MokWorkspace const& w);
+// Host: the launch where the operands are E4M3 with block scales.
+int forward_fp8(MokWorkspace const& w, MokSchedule const& sched, MokForward const& f, cudaStream_t stream);
+
 class ForwardProgram {
  public:
   using Params = ForwardParams;
@@ -29,7 +34,9 @@ class ForwardProgram {
 
   __device__ Common const& common() const { return p_.common; }
   __device__ void const* map(int i) const { return p_.maps + i; }
-  static constexpr bool kForward = true;
+  static constexpr bool kForward = true, kExpands = false;
+  static constexpr int kProducerRegisters = mok::kProducerRegisters, kConsumerRegisters = mok::kConsumerRegisters;
+  static __device__ bool b_major_k(Tile const&) { return true; }
   // Whether the backward will have to pull x again.
   __device__ bool evicts() const { return blocks_ > ring_blocks(); }
   // Whether no pull waits for a tile, so that even those who multiply may pull before their first tile.
@@ -101,7 +108,7 @@ class ForwardProgram {
     int reuse = block - ring_blocks();
     job.row = block * kTileRows + part * rows_each;
     job.dst = static_cast<char*>(p_.f.x_rows) +
-              (size_t(block % ring_blocks()) * kTileRows + part * rows_each) * c.shape.hidden * 2;
+              (size_t(block % ring_blocks()) * kTileRows + part * rows_each) * c.row_bytes;
     job.arrived = c.counts(c.at.rows_x) + block;
     job.after = reuse >= 0 ? c.counts(c.at.fc1) + reuse : nullptr;
     job.after_value = fc1_columns();
@@ -109,6 +116,7 @@ class ForwardProgram {
     job.after_index = reuse;
     job.own_input = static_cast<char const*>(p_.f.x);
     job.peer_input = c.symmetric.input;
+    job.wide = nullptr;
     return true;
   }
 
@@ -119,19 +127,7 @@ class ForwardProgram {
     Accumulator acc;
     int h = c.shape.hidden;
     __nv_bfloat16* dst[2] = {nullptr, nullptr};
-    if (t.kind == kFc2) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int r = accumulator_row(thread, half);
-        if (t.shared) {
-          if (t.row + r < c.tokens) dst[half] = c.local<__nv_bfloat16>(c.at.shared_out) + size_t(t.row + r) * h;
-        } else {
-          int source = c.schedule.row_source[t.block * kTileRows + r], stride = c.routes_per_rank();
-          if (source >= 0)
-            dst[half] = c.peer<__nv_bfloat16>(source / stride, c.symmetric.slots) + size_t(source % stride) * h;
-        }
-      }
-    }
+    if (t.kind == kFc2) fc2_rows(t, thread, dst);
     if (!multiply<Major::K, Major::K>(acc, s.stages, s.pipeline, cursor, t.k_tiles, thread, s.waiter))
       return false;
     times.multiplied();
@@ -150,6 +146,19 @@ class ForwardProgram {
     return true;
   }
 
+  // Where the thread's rows of an FC2 tile go; null if nowhere.
+  __device__ __forceinline__ void fc2_rows(Tile const& t, int thread, __nv_bfloat16* (&dst)[2]) const {
+    Common const& c = p_.common;
+    int h = c.shape.hidden, stride = c.routes_per_rank();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int r = accumulator_row(thread, half), source = t.shared ? 0 : c.schedule.row_source[t.block * kTileRows + r];
+      dst[half] = nullptr;
+      if (!t.shared && source >= 0) dst[half] = c.peer<__nv_bfloat16>(source / stride, c.symmetric.slots) + size_t(source % stride) * h;
+      if (t.shared && t.row + r < c.tokens) dst[half] = c.local<__nv_bfloat16>(c.at.shared_out) + size_t(t.row + r) * h;
+    }
+  }
+
   // After all peers' rows have arrived.
   __device__ void finish(int, int) const {
     Common const& c = p_.common;
@@ -160,7 +169,7 @@ class ForwardProgram {
                &c.counters().next_sum.value);
   }
 
- private:
+ protected:
   __device__ int block_at(PhaseTile const& phase) const {
     int block = rotated_block(phase, p_.common.shape.rank, p_.common.shape.ranks) + first_;
     return block < blocks_ ? block : block - blocks_;

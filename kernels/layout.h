@@ -8,6 +8,14 @@ namespace mok {
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// A row of E4M3 values with its scales behind it, one fp32 for 128 values.
+constexpr size_t scaled_row_bytes(int values) { return values + size_t(values / 32 + 15) / 16 * 16; }
+
+// What is dispatched of a token.
+inline size_t row_bytes(MokShape const& s) {
+  return s.format == MOK_FORMAT_FP8_BLOCK ? scaled_row_bytes(s.hidden) : size_t(s.hidden) * 2;
+}
+
 // One counter a cache line: they are hot.
 struct alignas(128) Counter {
   uint32_t value;
@@ -23,6 +31,7 @@ struct Counters {
   Counter tiles_done, dhidden_done, shared_dhidden_done;  // whole-launch counts
   Counter tiles_pushed;                             // of those whose rows the sum over k reads, here or on a peer
   Counter next_sum;                                 // dynamic distribution of the sum over k
+  Counter expanded;                                 // rows of x and dY that are there as bf16 too
   Counter exited;                                   // CTAs
 };
 
@@ -54,7 +63,7 @@ struct SymmetricLayout {
   size_t announcement;  // [ranks] Announcement
   size_t ids;           // [ranks][max_tokens * K] i32
   size_t weights;       // [ranks][max_tokens * K] f32
-  size_t input;         // [max_tokens, H] bf16: x or dY, pulled by peers
+  size_t input;         // [max_tokens] rows as they are dispatched: x or dY, pulled by peers
   size_t input_again;   // likewise: x in a backward that dispatches evicted rows again
   size_t slots;         // [max_tokens * K, H] bf16: rows pushed by peers
   size_t dweight;       // [max_tokens * K, dhidden column tiles] f32: partial sums pushed by peers
@@ -62,16 +71,18 @@ struct SymmetricLayout {
 
   explicit SymmetricLayout(MokShape const& s) {
     Allocator a;
-    size_t routes = size_t(s.max_tokens) * s.topk, row = size_t(s.hidden) * 2;
+    size_t routes = size_t(s.max_tokens) * s.topk, row = row_bytes(s);
+    // In bf16 a rank alone pulls its input from where it is; in FP8 it has to be quantised.
+    bool staged = s.ranks > 1 || s.format != MOK_FORMAT_BF16;
     routes_flag = a.take(s.ranks * 4ull);
     input_flag = a.take(s.ranks * 4ull);
     done_flag = a.take(2 * s.ranks * 4ull);
     announcement = a.take(s.ranks * sizeof(Announcement));
     ids = a.take(s.ranks * routes * 4);
     weights = a.take(s.ranks * routes * 4);
-    input = a.take(s.ranks > 1 ? s.max_tokens * row : 0);
-    input_again = a.take(s.ranks > 1 && s.capacity_rows > s.ring_rows ? s.max_tokens * row : 0);
-    slots = a.take(routes * row);
+    input = a.take(staged ? s.max_tokens * row : 0);
+    input_again = a.take(staged && s.capacity_rows > s.ring_rows ? s.max_tokens * row : 0);
+    slots = a.take(routes * s.hidden * 2);
     dweight = a.take(routes * ceil_div(s.intermediate, 256) * 4);
     bytes = a.bytes();
   }
@@ -88,6 +99,9 @@ struct ScratchLayout {
   size_t histogram;                           // [kSortCtas][E_local] u32
   size_t hidden;                              // [ring_rows, I] bf16; weighted hidden in the backward
   size_t dgate_up, dy_rows;                   // [ring_rows, 2I], [ring_rows, H] bf16
+  // With block scales: rows of E4M3, and x as bf16 for the weight gradients.
+  size_t scaled_dgate_up, scaled_dy_rows;     // [ring_rows] scaled rows of 2I and H values
+  size_t wide_x_rows;                         // [ring_rows, H] bf16
   size_t shared_hidden, shared_dgate_up, shared_out;  // [max_tokens, Is], [.., 2Is], [.., H] bf16
   size_t shared_dscale;                       // [max_tokens, column tiles of Is] f32
   // fp32 accumulators of an expert that the end of a macrobatch cuts. Two: a macrobatch may continue one expert and
@@ -113,6 +127,10 @@ struct ScratchLayout {
     hidden = a.take(ring * i * 2);
     dgate_up = a.take(ring * i * 4);
     dy_rows = a.take(ring * h * 2);
+    bool scaled = s.format == MOK_FORMAT_FP8_BLOCK;
+    scaled_dgate_up = a.take(scaled ? ring * scaled_row_bytes(2 * s.intermediate) : 0);
+    scaled_dy_rows = a.take(scaled ? ring * scaled_row_bytes(s.hidden) : 0);
+    wide_x_rows = a.take(scaled ? ring * h * 2 : 0);
     shared_hidden = a.take(tokens * is * 2);
     shared_dgate_up = a.take(tokens * is * 4);
     shared_out = a.take(is ? tokens * h * 2 : 0);

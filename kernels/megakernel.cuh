@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_operands(Program const& program, SharedMemo
     Tile const t = s.tiles[slot];
     if (t.kind == kEnd) return;
     ptx::fence_async_proxy();  // what other SMs stored, before the copy engine reads it
-    bool a_major_k = a_major(t.kind) == Major::K, b_major_k = b_major(t.kind) == Major::K;
+    bool a_major_k = a_major(t.kind) == Major::K, b_major_k = Program::b_major_k(t);
     void const* map_a = program.map(t.map_a);
     void const* map_b = program.map(t.map_b);
     int expert = a_major_k ? t.expert : 0, claim_at = max(0, t.k_tiles - kClaimLead);
@@ -121,7 +121,7 @@ __device__ __forceinline__ void pull_rows(Program const& program, SharedMemory& 
   char* memory = ring == 0 ? s.pull_ring : reinterpret_cast<char*>(&s.stages) + (ring - 1) * kPullRingBytes;
   Common const& c = program.common();
   Puller puller(c, memory, s.pull_slots[ring], s.pull_full[ring], s.waiter);
-  puller.run(&c.counters().next_pull.value, [&](uint32_t n, PullJob& job) { return program.pull_job(n, job); });
+  puller.template run<Program::kExpands>(&c.counters().next_pull.value, [&](uint32_t n, PullJob& job) { return program.pull_job(n, job); });
 }
 
 // By the warps that only issue products, where there are any.
@@ -141,21 +141,25 @@ __device__ __forceinline__ void issue_tiles(SharedMemory& s) {
 template <class Program>
 __device__ __forceinline__ uint32_t multiply_tiles(Program const& program, SharedMemory& s, int thread) {
   ProductCursor cursor;
-  if (program.pulls_freely()) {
-    Common const& c = program.common();
-    pull_until(c, s.waiter, &c.counters().next_pull.value, [&](uint32_t n, PullJob& job) { return program.pull_job(n, job); },
-               [&] { return __any_sync(0xffffffffu, thread % 32 == 0 && ptx::barrier_try_wait(s.tile_full, 0)); });
-  }
+  Common const& c = program.common();
+  auto pull = [&](uint64_t* tile, uint32_t parity) {
+    return pull_until<Program::kExpands>(
+        c, s.waiter, &c.counters().next_pull.value, [&](uint32_t n, PullJob& job) { return program.pull_job(n, job); },
+        [&] { return __any_sync(0xffffffffu, thread % 32 == 0 && ptx::barrier_try_wait(tile, parity)); });
+  };
+  bool more = program.pulls_freely() && pull(s.tile_full, 0);
   for (uint32_t n = 0;; ++n) {
-    uint32_t slot = n % kTileSlots;
-    TileTimes times(program.common(), thread, n);
-    if (!s.waiter.barrier(s.tile_full + slot, n / kTileSlots % 2)) return n;
-    Tile const t = s.tiles[slot];
+    uint32_t slot = n % kTileSlots, parity = n / kTileSlots % 2;
+    // Weight gradients wait for rows to be expanded.
+    if (Program::kExpands && more && n > 0) more = pull(s.tile_full + slot, parity);
+    TileTimes times(c, thread, n);
+    if (!s.waiter.barrier(s.tile_full + slot, parity)) return n;
+    Tile const& t = s.tiles[slot];
     times.started();
     if (t.kind == kEnd || !program.compute(t, s, cursor, thread, times)) return n;
+    times.stored(t.kind, t.block, t.col);
     __syncwarp();
     if (thread % 32 == 0) ptx::barrier_arrive(s.tile_done + slot);
-    times.stored(t.kind, t.block, t.col);
   }
 }
 
@@ -185,7 +189,7 @@ __global__ __launch_bounds__(kThreads, 1) void megakernel(__grid_constant__ type
   if (moves_only) {
     if (warp < kCommWarps) pull_rows(program, s, warp);
   } else if (warp < 4) {
-    ptx::registers_release<kProducerRegisters>();
+    ptx::registers_release<Program::kProducerRegisters>();
     if (warp == 3) {
       if (c.comm_ctas == 0) pull_rows(program, s, 0);
     } else if (lane == 0) {
@@ -196,7 +200,7 @@ __global__ __launch_bounds__(kThreads, 1) void megakernel(__grid_constant__ type
   } else if (warp >= (kProducerThreads + kConsumerThreads) / 32) {
     issue_tiles(s);
   } else {
-    ptx::registers_acquire<kConsumerRegisters>();
+    ptx::registers_acquire<Program::kConsumerRegisters>();
     int thread = threadIdx.x - kProducerThreads;
     uint32_t tiles = multiply_tiles(program, s, thread);
     TileTimes times(c, thread, tiles);

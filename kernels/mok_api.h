@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-#define MOK_API_VERSION 1
+#define MOK_API_VERSION 2
 
 // Rows of a tile; segments of the schedule are padded to it. It is part of the numerics: sums over rows run tile by tile.
 #define MOK_TILE_ROWS 128
@@ -28,7 +28,15 @@ typedef struct MokShape {
   int32_t capacity_rows;        // rows that a schedule can hold, a multiple of 128
   int32_t ring_rows;            // rows of a macrobatch, a multiple of minibatch_rows
   int32_t minibatch_rows;       // a multiple of 128
+  int32_t format;               // MokFormat of the routed experts' operands
 } MokShape;
+
+typedef enum MokFormat {
+  MOK_FORMAT_BF16 = 0,
+  // E4M3 with fp32 scales that are powers of two, one for 1x128 values of a row, 128x128 of a weight. H and I are
+  // multiples of 128. Weight gradients have bf16 operands, and the shared expert is bf16.
+  MOK_FORMAT_FP8_BLOCK = 1,
+} MokFormat;
 
 // Written once, by the first thread that gives up. Lives in pinned host memory, zeroed by the host.
 typedef struct MokError {
@@ -100,6 +108,18 @@ typedef struct MokSchedule {
   int32_t* info;            // [3]: rows in use (padding included), max T over the ranks, x is needed again
 } MokSchedule;
 
+// Expert weights in E4M3 with one fp32 scale for 128 x 128 values, both ways round. Null in bf16.
+typedef struct MokScaledWeights {
+  const void* w1;            // [E_local, 2I, H]
+  const float* w1_scale;     // [E_local, 2I / 128, H / 128]
+  const void* w2;            // [E_local, H, I]
+  const float* w2_scale;     // [E_local, H / 128, I / 128]
+  const void* w1_t;          // [E_local, H, 2I]; this and what follows is read by the backward only
+  const float* w1_t_scale;   // [E_local, H / 128, 2I / 128]
+  const void* w2_t;          // [E_local, I, H]
+  const float* w2_t_scale;   // [E_local, I / 128, H / 128]
+} MokScaledWeights;
+
 typedef struct MokForward {
   int32_t tokens;               // T
   const void* x;                // [T, H] bf16
@@ -111,9 +131,10 @@ typedef struct MokForward {
   const void* shared_w2;        // [H, Is] bf16
   const float* shared_scale;    // [T] or null: factor of the shared expert's output
   void* y;                      // [T, H] bf16, out
-  void* x_rows;                 // [ring_rows, H] bf16, out: rows of the last macrobatch
+  void* x_rows;                 // [ring_rows, mok_row_bytes()], out: rows of the last macrobatch as they were dispatched
   void* gate_up;                // [ring_rows, 2I] bf16, out: FC1 output of the last macrobatch
   void* shared_gate_up;         // [T, 2Is] bf16, out
+  MokScaledWeights scaled;      // where the format is not bf16; w1 and w2 are not read then
 } MokForward;
 
 typedef enum MokGradDtype { MOK_GRAD_BF16 = 0, MOK_GRAD_FP32 = 1 } MokGradDtype;
@@ -134,18 +155,21 @@ typedef struct MokBackward {
   const void* shared_w1;
   const void* shared_w2;
   const float* shared_scale;    // [T] or null
-  void* x_rows;                 // [ring_rows, H] as the forward left it; overwritten where rows were evicted
+  void* x_rows;                 // [ring_rows, mok_row_bytes()] as the forward left it; overwritten where rows were evicted
   void* gate_up;                // [ring_rows, 2I], likewise
   const void* shared_gate_up;   // [T, 2Is]
   void* dx;                     // [T, H] bf16, out
   float* dtopk_weights;         // [T, K], out
   float* dshared_scale;         // [T], out, or null
   MokGrad dw1, dw2, dshared_w1, dshared_w2;
+  MokScaledWeights scaled;      // as in the forward
 } MokBackward;
 
 // Bytes of the two buffers of a workspace. The symmetric heap must be zeroed before any rank's first launch.
 size_t mok_symmetric_bytes(const MokShape* shape);
 size_t mok_scratch_bytes(const MokShape* shape);
+// Bytes of a dispatched row: 2 * H in bf16; with block scales H values, H / 128 scales in fp32, up to a multiple of 16.
+size_t mok_row_bytes(const MokShape* shape);
 
 // Each direction is two launches: `prepare` (exchange of routes and schedule, or staging of dY), then the
 // megakernel. With several ranks on one device, enqueue every rank's prepare before any rank's main launch.

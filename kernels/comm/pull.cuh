@@ -3,6 +3,7 @@
 // A warp takes a few rows at a time from a counter. Its first lane moves each row in pieces from the peer's memory
 // through a small ring in shared memory to its place, with the copy engine, and counts the row once it is there.
 #pragma once
+#include "../formats/blockwise.cuh"
 #include "../params.cuh"
 #include "../ptx/bulk.cuh"
 #include "wait.cuh"
@@ -25,6 +26,8 @@ struct PullJob {
   int after_flag, after_index;
   char const* own_input;      // [T, H] of this rank
   size_t peer_input;          // offset of the same in the peers' symmetric heaps
+  // Not null: nothing is pulled; the rows at `dst`, whose block has `arrived`, are to be expanded to bf16 here.
+  __nv_bfloat16* wide;
 };
 
 struct PullSlot {
@@ -36,16 +39,27 @@ struct PullSlot {
 constexpr int kPullNotes = 16;  // pieces remembered: in the ring, or not yet known to be in place
 static_assert(kPullNotes >= kPullSlots + kPullWrites);
 
+// A job that expands rows; by a whole warp. False: the launch was stopped.
+__device__ __forceinline__ bool expand(Common const& c, Waiter const& waiter, PullJob const& j) {
+  bool here = j.arrived == nullptr || waiter.counter(j.arrived, MOK_TILE_ROWS, MOK_FLAG_ROWS, j.row / MOK_TILE_ROWS);
+  if (!__all_sync(0xffffffffu, here)) return false;
+  expand_rows(j.dst, c.row_bytes, c.shape.hidden, c.pull_rows, j.wide);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::add_release_gpu(&c.counters().expanded.value, c.pull_rows);
+  return true;
+}
+
 class Puller {
  public:
   __device__ Puller(Common const& c, char* ring, PullSlot* slots, uint64_t* full, Waiter const& w)
       : c_(c), ring_(ring), slots_(slots), full_(full), waiter_(w) {}
 
-  // Runs by a whole warp, until `job(number, PullJob&)` returns false or the launch is stopped.
-  template <class Job>
+  // Runs by a whole warp, until `job(number, PullJob&)` returns false or the launch is stopped. `Expands`: there are jobs
+  // that expand rows.
+  template <bool Expands, class Job>
   __device__ void run(uint32_t* next, Job job) {
     int lane = threadIdx.x % 32;
-    uint32_t row_bytes = c_.shape.hidden * 2;
+    uint32_t row_bytes = c_.row_bytes;
     int stride = c_.routes_per_rank(), rows = c_.pull_rows;
     // Two jobs ahead, so that neither the counter nor the schedule is waited for: the number of the one after next
     // and the source of the next arrive while a job is under way.
@@ -63,6 +77,13 @@ class Puller {
       int const sources = source;
       source = source_of(number);
       after = claim();
+      if constexpr (Expands) {
+        if (j.wide != nullptr) {
+          // Others may be waiting for the rows in hand, and this for theirs.
+          if (!__shfl_sync(0xffffffffu, lane != 0 || flush(), 0) || !expand(c_, waiter_, j)) return;
+          continue;
+        }
+      }
       bool ok = lane != 0 || j.after == nullptr || allowed(j);
       if (!__shfl_sync(0xffffffffu, ok, 0)) return;
       int padding = 0;
@@ -92,7 +113,7 @@ class Puller {
  private:
   __device__ char const* source_row(PullJob const& j, int rank, int token) const {
     char const* base = rank == c_.shape.rank ? j.own_input : c_.peer<char const>(rank, j.peer_input);
-    return base + size_t(token) * c_.shape.hidden * 2;
+    return base + size_t(token) * c_.row_bytes;
   }
 
   __device__ bool allowed(PullJob const& j) {
@@ -183,22 +204,26 @@ class Puller {
 };
 
 // Rows pulled by a warp that would only wait otherwise, with ordinary loads and stores: many such warps are faster than
-// the copy engine's rings, at the price of their registers. Until `enough()`, or no job is left. Where a job may have
-// to wait for a tile, this must not be used: the warp is one of those that finish tiles.
-template <class Job, class Enough>
-__device__ __forceinline__ void pull_until(Common const& c, Waiter const& waiter, uint32_t* next, Job job, Enough enough) {
+// the copy engine's rings, at the price of their registers. Until `enough()`. Where a job may have to wait for a tile, this
+// must not be used: the warp is one of those that finish tiles. False: no job is left, or the launch was stopped.
+template <bool Expands, class Job, class Enough>
+__device__ __forceinline__ bool pull_until(Common const& c, Waiter const& waiter, uint32_t* next, Job job, Enough enough) {
   constexpr int kAtOnce = 8;  // loads in flight
-  int lane = threadIdx.x % 32, stride = c.routes_per_rank(), quads = c.shape.hidden / 8;
+  int lane = threadIdx.x % 32, stride = c.routes_per_rank(), quads = c.row_bytes / 16;
   int ready = c.shape.rank;   // a peer known to be ready
   while (!enough()) {
     PullJob j;
-    if (!job(__shfl_sync(0xffffffffu, lane == 0 ? ptx::fetch_add_relaxed_gpu(next, 1) : 0u, 0), j)) return;
+    if (!job(__shfl_sync(0xffffffffu, lane == 0 ? ptx::fetch_add_relaxed_gpu(next, 1) : 0u, 0), j)) return false;
+    if (Expands && j.wide != nullptr) {
+      if (!expand(c, waiter, j)) return false;
+      continue;
+    }
     int sources = lane < c.pull_rows ? c.schedule.row_source[j.row + lane] : 0;
     for (int r = 0; r < c.pull_rows; ++r) {
       int s = __shfl_sync(0xffffffffu, sources, r), rank = s < 0 ? c.shape.rank : s / stride;
       if (rank != ready && rank != c.shape.rank) {
         uint32_t const* flag = c.own<uint32_t>(c.symmetric.input_flag) + rank;
-        if (!__all_sync(0xffffffffu, waiter.peer_flag(flag, waiter.epoch, MOK_FLAG_INPUT, rank))) return;
+        if (!__all_sync(0xffffffffu, waiter.peer_flag(flag, waiter.epoch, MOK_FLAG_INPUT, rank))) return false;
         ready = rank;
       }
       char const* base = rank == c.shape.rank ? j.own_input : c.peer<char const>(rank, j.peer_input);
@@ -219,6 +244,7 @@ __device__ __forceinline__ void pull_until(Common const& c, Waiter const& waiter
     __syncwarp();
     if (lane == 0) ptx::add_release_gpu(j.arrived, c.pull_rows);
   }
+  return true;
 }
 
 }  // namespace mok

@@ -43,6 +43,19 @@ __device__ __forceinline__ GateUp load_gate_up(DHiddenOutput const& out, bool co
   return v;
 }
 
+// Two columns of one row: adds to `sum`, and gives what is stored as pairs of bf16. `real`: not a padding row.
+__device__ __forceinline__ void swiglu_backward(uint32_t gate, uint32_t up, float d0, float d1, float w, bool real, float& sum,
+                                                uint32_t& dgate, uint32_t& dup, uint32_t& hidden) {
+  float2 ga = unpack(gate), u = unpack(up);
+  float s0 = sigmoid(ga.x), s1 = sigmoid(ga.y), silu0 = ga.x * s0, silu1 = ga.y * s1;
+  float h0 = silu0 * u.x, h1 = silu1 * u.y;
+  sum = fmaf(h1, d1, fmaf(h0, d0, sum));
+  float e0 = real ? w * d0 : 0.f, e1 = real ? w * d1 : 0.f;
+  dup = pack(e0 * silu0, e1 * silu1);
+  dgate = pack(e0 * u.x * fmaf(silu0, 1.f - s0, s0), e1 * u.y * fmaf(silu1, 1.f - s1, s1));
+  hidden = pack(w * h0, w * h1);
+}
+
 // The accumulators are used up: an eighth of them is handled at a time, in a loop that moves the next eighth into its
 // place. Unrolled, the code would not fit the instruction cache. Loads are one eighth ahead.
 __device__ __forceinline__ void store_dhidden(Accumulator& acc, DHiddenOutput const& out, float const (&weight)[2],
@@ -74,14 +87,7 @@ __device__ __forceinline__ void store_dhidden(Accumulator& acc, DHiddenOutput co
       uint32_t dgate[4], dup[4], hidden[4];
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        float2 ga = unpack(gate[p]), u = unpack(up[p]);
-        float s0 = sigmoid(ga.x), s1 = sigmoid(ga.y), silu0 = ga.x * s0, silu1 = ga.y * s1;
-        float h0 = silu0 * u.x, h1 = silu1 * u.y;
-        sum = fmaf(h1, d1[p], fmaf(h0, d0[p], sum));
-        float e0 = real ? w * d0[p] : 0.f, e1 = real ? w * d1[p] : 0.f;
-        dup[p] = pack(e0 * silu0, e1 * silu1);
-        dgate[p] = pack(e0 * u.x * fmaf(silu0, 1.f - s0, s0), e1 * u.y * fmaf(silu1, 1.f - s1, s1));
-        hidden[p] = pack(w * h0, w * h1);
+        swiglu_backward(gate[p], up[p], d0[p], d1[p], w, real, sum, dgate[p], dup[p], hidden[p]);
       }
       int col = out.col + part % 4 * 64 + g * 32 + thread % 4 * 8;
       if (row < out.rows && col < out.width) {

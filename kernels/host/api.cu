@@ -20,7 +20,7 @@ uint32_t signature(MokShape s, bool forward) {
 // About 16 KB at a time: so many that counting them is cheap, so few that many warps share the first block of rows.
 int pull_rows(MokShape const& s) {
   int rows = 1;
-  while (rows < 8 && 2 * rows * s.hidden * 2 <= 16384) rows *= 2;
+  while (rows < 8 && 2 * rows * row_bytes(s) <= 16384) rows *= 2;
   return rows;
 }
 }  // namespace
@@ -45,6 +45,9 @@ int check_call(MokWorkspace const& w, int tokens) {
   require(s.intermediate > 0 && s.intermediate % 64 == 0, "intermediate must be a multiple of 64");
   require(s.shared_intermediate >= 0 && s.shared_intermediate % 64 == 0, "shared_intermediate must be a multiple of 64");
   require(s.experts_local >= 1 && s.experts_local <= 2048, "experts_local must be 1 to 2048");
+  require(s.format == MOK_FORMAT_BF16 || s.format == MOK_FORMAT_FP8_BLOCK, "format must be a MokFormat");
+  require(s.format == MOK_FORMAT_BF16 || (s.hidden % 128 == 0 && s.intermediate % 128 == 0),
+          "hidden and intermediate must be multiples of 128 in FP8 with block scales");
   require(s.topk >= 1 && s.topk <= 32, "topk must be 1 to 32");
   require(s.minibatch_rows > 0 && s.minibatch_rows % MOK_TILE_ROWS == 0, "minibatch_rows must be a multiple of 128");
   require(s.minibatch_rows > 0 && s.ring_rows > 0 && s.ring_rows % s.minibatch_rows == 0, "ring_rows must be a multiple of minibatch_rows");
@@ -59,7 +62,7 @@ int check_call(MokWorkspace const& w, int tokens) {
 
 Common make_common(MokWorkspace const& w, MokSchedule const& s, int tokens, int comm_ctas, bool forward) {
   return Common{w.shape, s, SymmetricLayout(w.shape), ScratchLayout(w.shape), reinterpret_cast<char* const*>(w.peers),
-                static_cast<char*>(w.scratch), w.error, uint64_t(w.timeout_ns), comm_ctas, w.trace, w.trace_tiles, tokens, pull_rows(w.shape), signature(w.shape, forward)};
+                static_cast<char*>(w.scratch), w.error, uint64_t(w.timeout_ns), comm_ctas, w.trace, w.trace_tiles, tokens, pull_rows(w.shape), uint32_t(row_bytes(w.shape)), signature(w.shape, forward)};
 }
 
 int launch_prepare(MokWorkspace const& w, MokSchedule const& s, int tokens, bool forward, void const* input,
@@ -77,6 +80,7 @@ extern "C" {
 
 size_t mok_symmetric_bytes(MokShape const* s) { return SymmetricLayout(*s).bytes; }
 size_t mok_scratch_bytes(MokShape const* s) { return ScratchLayout(*s).bytes; }
+size_t mok_row_bytes(MokShape const* s) { return row_bytes(*s); }
 char const* mok_last_error(void) { return last_error(); }
 int mok_api_version(void) { return MOK_API_VERSION; }
 
@@ -84,7 +88,7 @@ size_t mok_struct_bytes(char const* name) {
   struct { char const* name; size_t bytes; } const known[] = {
       {"MokShape", sizeof(MokShape)},       {"MokError", sizeof(MokError)},     {"MokWorkspace", sizeof(MokWorkspace)},
       {"MokSchedule", sizeof(MokSchedule)}, {"MokForward", sizeof(MokForward)}, {"MokGrad", sizeof(MokGrad)},
-      {"MokBackward", sizeof(MokBackward)}, {"MokTraceTile", sizeof(MokTraceTile)},
+      {"MokBackward", sizeof(MokBackward)}, {"MokScaledWeights", sizeof(MokScaledWeights)}, {"MokTraceTile", sizeof(MokTraceTile)},
   };
   for (auto const& k : known)
     if (strcmp(k.name, name) == 0) return k.bytes;

@@ -1,9 +1,10 @@
 // The prepare kernel: what has to happen before a megakernel can start.
 //
-// Forward: send this rank's routes to every peer, copy x where peers can pull it, and from all ranks' routes build
-// the schedule by a counting sort. Backward: copy dY where peers can pull it. Both clear the counters of the launch.
+// Forward: send this rank's routes to every peer, copy or quantise x to where peers can pull it, and from all ranks'
+// routes build the schedule by a counting sort. Backward: dY likewise. Both clear the counters of the launch.
 #include "prepare.cuh"
 #include "../comm/wait.cuh"
+#include "quantize_input.cuh"
 
 namespace mok {
 namespace {
@@ -19,13 +20,14 @@ __device__ void clear_counters(Common const& c) {
   if (thread == 0) {
     Counters& k = c.counters();
     for (Counter* p : {&k.failed, &k.next_tile, &k.next_pull, &k.tiles_done, &k.dhidden_done, &k.shared_dhidden_done,
-                       &k.tiles_pushed, &k.next_sum, &k.exited})
+                       &k.tiles_pushed, &k.next_sum, &k.expanded, &k.exited})
       p->value = 0;
   }
 }
 
-// By CTAs from `first_cta` on.
-__device__ void copy_input(Common const& c, void const* from, size_t to, int first_cta) {
+// Puts x or dY where peers pull it; by CTAs from `first_cta` on.
+__device__ void stage_input(Common const& c, void const* from, size_t to, int first_cta) {
+  if (c.shape.format == MOK_FORMAT_FP8_BLOCK) return quantize_input<kThreads>(c, from, to, first_cta);
   if (c.shape.ranks == 1) return;  // pulled from where it is
   constexpr int kAtOnce = 8;       // loads in flight
   auto* dst = c.own<uint4>(to);
@@ -137,8 +139,8 @@ __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
   // Those that sort copy nothing, if there are enough others.
   int first_copier = p.forward && int(gridDim.x) > 2 * sorters ? sorters : 0;
   if (int(blockIdx.x) >= first_copier) {
-    copy_input(c, p.input, c.symmetric.input, first_copier);
-    if (p.input_again != nullptr && c.schedule.info[2]) copy_input(c, p.input_again, c.symmetric.input_again, first_copier);
+    stage_input(c, p.input, c.symmetric.input, first_copier);
+    if (p.input_again != nullptr && c.schedule.info[2]) stage_input(c, p.input_again, c.symmetric.input_again, first_copier);
   }
   if (!p.forward || int(blockIdx.x) >= sorters) return;
 

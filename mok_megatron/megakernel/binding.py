@@ -12,10 +12,10 @@ from mok_megatron.build import load_library
 from mok_megatron.build.library import local_architecture
 from mok_megatron.errors import MokBackendError
 
-API_VERSION = 1
+API_VERSION = 2
 
 _INT32 = "ranks rank max_tokens hidden intermediate shared_intermediate experts_local topk"
-_INT32 += " capacity_rows ring_rows minibatch_rows"
+_INT32 += " capacity_rows ring_rows minibatch_rows format"
 
 
 class MokShape(ctypes.Structure):
@@ -66,15 +66,29 @@ class MokSchedule(ctypes.Structure):
     ]
 
 
+FORMATS = {"bf16": 0, "blockwise": 1}
+"""MokConfig.format -> MokFormat."""
+
+
+class MokScaledWeights(ctypes.Structure):
+    """The routed experts' weights in E4M3 and their scales, both ways round; null in bf16."""
+
+    _fields_ = [(name, c_void_p) for name in "w1 w1_scale w2 w2_scale w1_t w1_t_scale w2_t w2_t_scale".split()]
+
+
 class MokForward(ctypes.Structure):
     """Operands and results of the forward."""
 
-    _fields_ = [("tokens", c_int32)] + [
-        (name, c_void_p)
-        for name in (
-            "x topk_ids topk_weights w1 w2 shared_w1 shared_w2 shared_scale y x_rows gate_up shared_gate_up".split()
-        )
-    ]
+    _fields_ = (
+        [("tokens", c_int32)]
+        + [
+            (name, c_void_p)
+            for name in (
+                "x topk_ids topk_weights w1 w2 shared_w1 shared_w2 shared_scale y x_rows gate_up shared_gate_up".split()
+            )
+        ]
+        + [("scaled", MokScaledWeights)]
+    )
 
 
 class MokGrad(ctypes.Structure):
@@ -96,12 +110,23 @@ class MokBackward(ctypes.Structure):
             ).split()
         ]
         + [(name, MokGrad) for name in ("dw1", "dw2", "dshared_w1", "dshared_w2")]
+        + [("scaled", MokScaledWeights)]
     )
 
 
 GRAD_BF16, GRAD_FP32 = 0, 1
 
-_STRUCTS = (MokShape, MokError, MokTraceTile, MokWorkspace, MokSchedule, MokForward, MokGrad, MokBackward)
+_STRUCTS = (
+    MokShape,
+    MokError,
+    MokTraceTile,
+    MokWorkspace,
+    MokSchedule,
+    MokScaledWeights,
+    MokForward,
+    MokGrad,
+    MokBackward,
+)
 _STEPS = ("mok_forward_prepare", "mok_forward", "mok_backward_prepare", "mok_backward")
 
 
@@ -122,7 +147,7 @@ def library() -> ctypes.CDLL:
     lib = load_library()
     lib.mok_last_error.restype = ctypes.c_char_p
     lib.mok_struct_bytes.argtypes, lib.mok_struct_bytes.restype = [ctypes.c_char_p], c_size_t
-    for name in ("mok_symmetric_bytes", "mok_scratch_bytes"):
+    for name in ("mok_symmetric_bytes", "mok_scratch_bytes", "mok_row_bytes"):
         getattr(lib, name).argtypes = [POINTER(MokShape)]
         getattr(lib, name).restype = c_size_t
     for name in _STEPS:

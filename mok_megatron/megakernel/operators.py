@@ -16,7 +16,7 @@ from mok_megatron.megakernel.workspace import Workspace
 
 _OPERANDS = (
     "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w1, Tensor w2, "
-    "Tensor? shared_w1, Tensor? shared_w2, Tensor? shared_scale"
+    "Tensor? shared_w1, Tensor? shared_w2, Tensor? shared_scale, Tensor[] scaled"
 )
 
 _definitions = torch.library.Library("mok_megatron", "DEF")
@@ -69,8 +69,8 @@ def _forward_fake(number: int, *operands: Tensor | None) -> list[Tensor]:
 
 
 def _backward_fake(number: int, *arguments: object) -> list[Tensor]:
-    x, _, topk_weights, *weights, shared_scale, _dy, _saved = arguments[:10]
-    targets = arguments[10:]
+    x, _, topk_weights, *weights, shared_scale, _scaled, _dy, _saved = arguments[:11]
+    targets = arguments[11:]
     pairs = zip(weights, targets, strict=True)
     fresh = [torch.empty_like(w) if w is not None and t is None else None for w, t in pairs]  # type: ignore[arg-type]
     scale = None if shared_scale is None else torch.empty_like(shared_scale)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from mok_megatron.megakernel.binding import (
     MokBackward,
     MokForward,
     MokGrad,
+    MokScaledWeights,
     MokSchedule,
     enqueue,
 )
@@ -112,6 +113,8 @@ class Operands(NamedTuple):
     """[H, Is] bf16."""
     shared_scale: Tensor | None = None
     """[T] fp32."""
+    scaled: Sequence[Tensor] = ()
+    """In FP8: the weights as `scaled.scaled_weights` gives them."""
 
 
 class Saved(NamedTuple):
@@ -119,7 +122,8 @@ class Saved(NamedTuple):
 
     schedule: ScheduleTensors
     x_rows: Tensor
-    """[ring_rows, H] bf16: dispatched tokens of the last macrobatch."""
+    """[ring_rows, bytes of a row] uint8: dispatched tokens of the last macrobatch, bf16 [H], or in FP8 values
+    and scales (`scaled_row_bytes` in kernels/layout.h)."""
     gate_up: Tensor
     """[ring_rows, 2I] bf16: their FC1 output, before the activation."""
     shared_gate_up: Tensor | None
@@ -178,7 +182,7 @@ class ForwardStep(_Step):
         self.workspace, self.operands = workspace, operands
         self.y = torch.empty_like(o.x)
         schedule = ScheduleTensors.allocate(workspace)
-        x_rows = _empty(workspace, shape.ring_rows, shape.hidden)
+        x_rows = _empty(workspace, shape.ring_rows, workspace.row_bytes, dtype=torch.uint8)
         gate_up = _empty(workspace, shape.ring_rows, 2 * shape.intermediate)
         shared = _empty(workspace, tokens, 2 * shape.shared_intermediate) if shape.shared_intermediate else None
         self.saved = Saved(schedule, x_rows, gate_up, shared)
@@ -199,6 +203,7 @@ class ForwardStep(_Step):
             x_rows.data_ptr(),
             gate_up.data_ptr(),
             _pointer(shared),
+            _scaled(o),
         )
 
 
@@ -247,6 +252,7 @@ class BackwardStep(_Step):
             self.dtopk_weights.data_ptr(),
             _pointer(self.dshared_scale),
             *[_grad(target, fresh) for target, fresh in zip(targets, self.fresh, strict=True)],
+            _scaled(o),
         )
 
 
@@ -254,6 +260,10 @@ def _grad(target: Tensor | None, fresh: Tensor | None) -> MokGrad:
     if target is None:
         return MokGrad(_pointer(fresh), GRAD_BF16, 0)
     return MokGrad(target.data_ptr(), GRAD_FP32 if target.dtype == torch.float32 else GRAD_BF16, 1)
+
+
+def _scaled(operands: Operands) -> MokScaledWeights:
+    return MokScaledWeights(*[tensor.data_ptr() for tensor in operands.scaled])
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import sys
 import weakref
@@ -92,6 +93,11 @@ class Workspace:
         self._peers.copy_(torch.tensor(list(heaps), dtype=torch.int64))
         self._memory.append(keep)
         return self
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """Of a row as it is dispatched."""
+        return int(binding.library().mok_row_bytes(ctypes.byref(self.shape)))
 
     def launch_stream(self) -> int:
         """The current CUDA stream, after making it wait for the launch before on this device.

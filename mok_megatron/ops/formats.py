@@ -24,7 +24,14 @@ EVERY_DEVICE = None
 
 SUPPORT: dict[str, dict[tuple[int, int] | None, dict[str, Support]]] = {
     "reference": {EVERY_DEVICE: {"bf16": Support(), "mxfp8": Support(), "blockwise": Support()}},
-    "megakernel": {capability: {"bf16": Support()} for capability in ((9, 0), (10, 0), (10, 3))},
+    "megakernel": {
+        (9, 0): {
+            "bf16": Support(),
+            "blockwise": Support(gradients=("e4m3",), scales=("power_of_two",), wgrad=("bf16",), shared=("bf16",)),
+        },
+        (10, 0): {"bf16": Support()},
+        (10, 3): {"bf16": Support()},
+    },
 }
 """Backend -> compute capability -> format -> what of it."""
 

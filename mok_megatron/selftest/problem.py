@@ -143,9 +143,9 @@ class VirtualRanks:
         ring = config.macrobatch_size or -(-capacity // config.minibatch_size) * config.minibatch_size
         shape = binding.MokShape(
             ranks, 0, longest, hidden, double // 2, problem.shared[1].shape[1] if problem.shared else 0,
-            experts // ranks, topk, capacity, ring, config.minibatch_size,
+            experts // ranks, topk, capacity, ring, config.minibatch_size, binding.FORMATS[config.format],
         )  # fmt: skip
-        self.ranks = ranks
+        self.ranks, self.config = ranks, config
         self.spaces = virtual_workspaces(shape, config, DEVICE)
         # torch hands out 32 streams of a priority, then the same again: two priorities keep 64 ranks apart.
         self.streams = [torch.cuda.Stream(DEVICE, priority=-(rank // 32)) for rank in range(ranks)]
@@ -222,6 +222,7 @@ class VirtualRanks:
         self.run(bad)
 
     def _operands(self, problem: Problem) -> list:
+        from mok_megatron.megakernel.scaled import scaled_weights
         from mok_megatron.megakernel.steps import Operands
 
         cut = [t.split(self.splits) for t in (problem.x, problem.ids, problem.weights)]
@@ -233,14 +234,15 @@ class VirtualRanks:
         steps = []
         for r in range(self.ranks):
             x, ids, weights, w1, w2 = (part[r].contiguous() for part in (*cut, *experts))
-            steps.append(Operands(x, ids, weights, w1, w2, shared1, shared2, scales[r]))
+            scaled = scaled_weights(w1, w2) if self.config.format == "blockwise" else ()
+            steps.append(Operands(x, ids, weights, w1, w2, shared1, shared2, scales[r], scaled))
         return steps
 
 
 def _poison(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None:
-            tensor.fill_(float("nan"))
+            tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(0xFF)  # NaN in any float
 
 
 def kernel_config(**settings: Any) -> MokConfig:
@@ -249,8 +251,8 @@ def kernel_config(**settings: Any) -> MokConfig:
     return MokConfig(**small | settings)
 
 
-def reference(problem: Problem) -> Result:
-    """The layer on the reference backend, EP 1, on the problem's device."""
+def reference(problem: Problem, config: MokConfig | None = None) -> Result:
+    """The layer on the reference backend, EP 1, on the problem's device, in the format of `config` (default bf16)."""
     from mok_megatron.ops import SharedExpert, mok_moe
 
     names = ("x", "weights", "w1", "w2")
@@ -261,7 +263,7 @@ def reference(problem: Problem) -> Result:
         if problem.scale is not None:
             leaves["scale"] = problem.scale.clone().requires_grad_()
         shared = SharedExpert(leaves["shared_w1"], leaves["shared_w2"], leaves.get("scale"))
-    config = MokConfig(backend="reference")
+    config = replace(config or MokConfig(), backend="reference")
     y = mok_moe(leaves["x"], problem.ids, leaves["weights"], leaves["w1"], leaves["w2"], None, config, shared)
     grads = torch.autograd.grad(y, list(leaves.values()), problem.dy)
     return {"y": y.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}

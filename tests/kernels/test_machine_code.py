@@ -14,11 +14,19 @@ from mok_megatron import build
 from tests.kernels.conftest import HERE, disassembly, nvcc
 
 HOPPER, BLACKWELL = ("90a",), ("100a", "103a")
-MEGAKERNELS = ("ForwardProgram", "BackwardProgram")
+# As in mangled names, which tell "Fp8ForwardProgram" apart by its length.
+FORWARD, BACKWARD = "14ForwardProgram", "15BackwardProgram"
+FP8_FORWARD, FP8_BACKWARD = "17Fp8ForwardProgram", "18Fp8BackwardProgram"
+MEGAKERNELS = (FORWARD, BACKWARD)
 
-LOCAL_MEMORY = {("BackwardProgram", "100a"): 16, ("BackwardProgram", "103a"): 24}
+LOCAL_MEMORY = {
+    (BACKWARD, "100a"): 16,
+    (BACKWARD, "103a"): 24,
+    (FP8_FORWARD, "90a"): 96,
+    (FP8_BACKWARD, "90a"): 192,
+}
 """Instructions on local memory that are known and harmless: a few scalars, kept once a tile, while a product is waited
-for with all 128 accumulators to come. Elsewhere there are none."""
+for with all 128 accumulators to come; in FP8 also addresses of scales, once in four stages. Elsewhere none."""
 
 
 def instructions(code: str) -> dict[str, Counter[str]]:
@@ -54,7 +62,7 @@ def test_products_are_on_the_tensor_cores(library):
     for name, code in megakernels(functions).items():
         assert not any(i.startswith(("HMMA", "IMMA", "QMMA")) for i in code), "tensor cores as before Hopper"
         if arch in HOPPER:
-            assert code["HGMMA.64x256x16.F32.BF16"] >= (4 if name == "ForwardProgram" else 16), code
+            assert code["HGMMA.64x256x16.F32.BF16"] >= (4 if name == FORWARD else 16), code
             assert not code["UTCHMMA"] and not code["LDTM"]
         else:
             assert not code["HGMMA"]
@@ -63,16 +71,25 @@ def test_products_are_on_the_tensor_cores(library):
             assert code["LDTM"] >= 2 and any(i.startswith("LDTM.16dp256bit") for i in code), "drained by our epilogues"
             assert code["UTCBAR"] >= 6, "a stage's operands and a tile's accumulators are announced as done"
             assert code["UTCATOMSWS"] >= 2, "tensor memory is taken and given back"
-            if name == "BackwardProgram":
+            if name == BACKWARD:
                 assert code["STTM"] >= 2, "accumulators of a cut expert are put back"
         assert code["UTMALDG"] >= 2, "operands by TMA"
         assert code["USETMAXREG"] >= (2 if arch in HOPPER else 3), "registers go to those who store"
 
 
+def test_fp8_products_are_hopper_s(library):
+    arch, functions = library
+    for kernel in (FP8_FORWARD, FP8_BACKWARD):
+        found = [code for name, code in functions.items() if kernel in name]
+        assert len(found) == (arch in HOPPER), list(functions)
+        for code in found:
+            assert code["QGMMA.64x128x32.F32.E4M3.E4M3"] == 8, "two halves of the columns, four instructions each"
+
+
 def test_nothing_is_spilled(library):
     arch, functions = library
     for name, code in functions.items():
-        kernel = next((m for m in MEGAKERNELS if m in name), name)
+        kernel = next((m for m in (*MEGAKERNELS, FP8_FORWARD, FP8_BACKWARD) if m in name), name)
         assert code["STL"] + code["LDL"] <= LOCAL_MEMORY.get((kernel, arch), 0), (name, code["STL"], code["LDL"])
 
 

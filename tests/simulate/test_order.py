@@ -105,16 +105,19 @@ using std::max; using std::min;
 #include "scheduler/tile.cuh"
 static struct { unsigned x; } gridDim;
 struct CUtensorMap {};
+struct __nv_bfloat16 {};
+using cudaStream_t = void*;
 namespace mok {
 namespace ptx { inline void add_release_gpu(uint32_t*, uint32_t) {} }
-constexpr int kTileRows = 128, kTileCols = 256, kTileK = 64;
+constexpr int kTileRows = 128, kTileCols = 256, kTileK = 64, kProducerRegisters = 0, kConsumerRegisters = 0;
 enum class Major { K, MN };
 struct ProductCursor {};
 struct TileTimes {};
 struct Accumulator {};
+struct DHiddenOutput {};
 struct PullJob {
   char* dst; uint32_t* arrived; int row; uint32_t const* after; uint32_t after_value; int after_flag, after_index;
-  char const* own_input; size_t peer_input;
+  char const* own_input; size_t peer_input; __nv_bfloat16* wide;
 };
 inline int waited[4];  // how often, and the last time: flag, index, value
 struct Waiter {
@@ -152,7 +155,7 @@ extern "C" void lists(MokShape const* s, int tokens, int ctas, int pull_rows, in
   schedule.info = info, schedule.block_expert = block_expert;
   schedule.expert_offsets = offsets, schedule.expert_rows = rows;
   Common c{*s, schedule, SymmetricLayout(*s), ScratchLayout(*s), nullptr, scratch, nullptr, 0, 0, nullptr, 0, tokens,
-           pull_rows, 0};
+           pull_rows, 0, 0};
   gridDim.x = ctas;
   if (forward) { ForwardParams p{{}, c, {}}; walk(ForwardProgram(p), tiles, pulls); }
   else { BackwardParams p{{}, c, {}}; walk(BackwardProgram(p), tiles, pulls); }
@@ -174,8 +177,9 @@ def kernel_lists(tmp_path_factory):
     for name in ("cuda.h", "epilogue/forward.cuh", "epilogue/backward.cuh"):
         (folder / name).write_text("#pragma once\n")
     (folder / "megakernel.cuh").write_text("#pragma once\n" + FRAME)
-    forward = between((kernels / "forward.cuh").read_text(), "  // Multiplies a tile and stores it", " private:")
+    forward = between((kernels / "forward.cuh").read_text(), "  // Multiplies a tile and stores it", " protected:")
     backward = between((kernels / "backward.cuh").read_text(), "// ---- arithmetic", "}  // namespace mok")
+    (folder / "backward_pulls.cuh").write_text((kernels / "backward_pulls.cuh").read_text())
     (folder / "forward.cuh").write_text(forward)
     (folder / "backward.cuh").write_text(backward)
     return compiled(folder, LISTS)
@@ -197,7 +201,20 @@ def test_the_kernel_s_lists_waits_and_pulls(kernel_lists, changes, forward):
     experts, each = a.expert_blocks, order.pull_rows(a.hidden)
     offsets = [128 * experts.index(e) if e in experts else 0 for e in range(4)]
     offsets[1] = offsets[2]  # without rows
-    shape = (a.ranks, a.rank, a.tokens, a.hidden, a.intermediate, a.shared, 4, 4, 4096, a.ring_rows, a.minibatch_rows)
+    shape = (
+        a.ranks,
+        a.rank,
+        a.tokens,
+        a.hidden,
+        a.intermediate,
+        a.shared,
+        4,
+        4,
+        4096,
+        a.ring_rows,
+        a.minibatch_rows,
+        0,
+    )
 
     def array(values):
         return (ctypes.c_int * len(values))(*values)

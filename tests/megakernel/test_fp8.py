@@ -1,0 +1,155 @@
+"""FP8 with block scales: the kernel against the reference backend, and what must not change a bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mok_megatron.formats import quantize_1x128
+from mok_megatron.selftest.problem import (
+    VirtualRanks,
+    kernel_config,
+    make_problem,
+    reference,
+    relative_error,
+    with_rows_per_expert,
+)
+
+pytestmark = pytest.mark.gpu
+
+BOUND = 0.01
+"""Of the relative error to the reference. Quantising itself costs about 0.04. What differs are the tensor cores' sums
+of 128 products, and values that they carry across a rounding to bf16 or E4M3."""
+
+
+def fp8_config(**settings):
+    return kernel_config(format="blockwise", **settings)
+
+
+def assert_close(found, problem, ones=0.0):
+    wanted = reference(problem, fp8_config())
+    errors = {}
+    for name, value in wanted.items():
+        got = found[name].float() - ones if name.startswith(("dw1", "dw2", "dshared")) else found[name]
+        error = relative_error(got, value)
+        if not error <= BOUND:
+            errors[name] = error
+    assert not errors, errors
+
+
+def assert_same(a, b):
+    different = {k: int((a[k] != b[k]).sum()) for k in a if not torch.equal(a[k], b[k])}
+    assert a.keys() == b.keys() and not different, different
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("comm", [0, 2])
+@pytest.mark.parametrize("shared", [0, 192])
+def test_against_reference(ranks, comm, shared):
+    problem = make_problem(500, 640, 384, 8, 4, shared=shared, scale=shared > 0)
+    run = VirtualRanks(problem, ranks, fp8_config(fwd_comm_sms=comm, bwd_comm_sms=comm))
+    run.poison(problem)
+    assert_close(run.run(problem), problem)
+
+
+def test_tokens_of_very_different_size():
+    problem = make_problem(400, 512, 256, 4, 2)
+    problem.x *= torch.exp2(torch.randint(-40, 30, (400, 1), device=problem.x.device)).bfloat16()
+    problem.x[7] = 0
+    run = VirtualRanks(problem, 2, fp8_config())
+    assert_close(run.run(problem), problem)
+
+
+def test_ragged_experts():
+    rows = [0, 1, 63, 64, 65, 127, 128, 129]
+    problem = with_rows_per_expert(make_problem(sum(rows), 256, 128, 8, 1), rows)
+    run = VirtualRanks(problem, 2, fp8_config())
+    run.poison(problem)
+    found = run.run(problem)
+    assert_close(found, problem)
+    assert not found["dw1"][0].any() and not found["dw2"][0].any()
+
+
+def test_routes_left_out_and_a_rank_without_tokens():
+    problem = make_problem(300, 256, 128, 4, 2, shared=128)
+    problem.ids[::3, 0] = -1
+    problem.ids[5:40] = -1
+    run = VirtualRanks(problem, 2, fp8_config(), splits=[300, 0])
+    run.poison(problem)
+    assert_close(run.run(problem), problem)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_grad(dtype):
+    problem = make_problem(400, 256, 128, 4, 2)
+    found = VirtualRanks(problem, 1, fp8_config()).run(problem, main_grad=dtype)
+    if dtype == torch.float32:
+        assert_close(found, problem, ones=1.0)
+    else:
+        fresh = VirtualRanks(problem, 1, fp8_config()).run(problem, main_grad=torch.float32)
+        for name in ("dw1", "dw2"):
+            assert torch.equal(found[name], fresh[name].bfloat16()), name
+
+
+def test_same_bits_at_every_ep():
+    problem = make_problem(600, 256, 384, 16, 4)
+    one = VirtualRanks(problem, 1, fp8_config()).run(problem)
+    assert_close(one, problem)
+    for ranks in (2, 4, 8, 16):
+        run = VirtualRanks(problem, ranks, fp8_config())
+        run.poison(problem)
+        assert_same(run.run(problem), one)
+    uneven = VirtualRanks(problem, 4, fp8_config(), splits=[17, 0, 300, 283])
+    assert_same(uneven.run(problem), one)
+
+
+def test_same_bits_run_to_run():
+    problem = make_problem(900, 256, 128, 8, 3)
+    run = VirtualRanks(problem, 2, fp8_config())
+    first = run.run(problem)
+    for _ in range(50):
+        assert_same(run.run(problem), first)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_same_bits_whatever_the_ring(ranks):
+    problem = make_problem(1100, 256, 128, 4, 2)
+    whole = VirtualRanks(problem, ranks, fp8_config()).run(problem)
+    assert_close(whole, problem)
+    for minibatch, macrobatch, comm in ((128, 128, 0), (128, 384, 3), (256, 512, 1), (512, 512, 0), (1024, 1024, 2)):
+        config = fp8_config(minibatch_size=minibatch, macrobatch_size=macrobatch, fwd_comm_sms=comm, bwd_comm_sms=comm)
+        run = VirtualRanks(problem, ranks, config)
+        run.poison(problem)
+        assert_same(run.run(problem), whole)
+
+
+def test_dispatched_rows_are_the_reference_s_bits():
+    problem = make_problem(300, 768, 128, 2, 1)
+    x = problem.x
+    x *= torch.exp2(torch.randint(-130, 120, (300, 6), device=x.device).float()).repeat_interleave(128, 1).bfloat16()
+    x[3], x[4, 5], x[5, 200] = 0, torch.inf, torch.nan
+    run = VirtualRanks(problem, 1, fp8_config())
+    (step,) = run.forward_steps(problem)
+    run.launch([step])
+    run.check()
+    wanted, saved = quantize_1x128(x), step.saved
+    source = saved.schedule.row_source[: saved.x_rows.shape[0]]
+    rows = saved.x_rows[: len(source)][source >= 0]
+    token = source[source >= 0].long()
+    assert len(token) == 300
+    assert torch.equal(rows[:, :768], wanted.values.view(torch.uint8)[token])
+    assert torch.equal(rows[:, 768 : 768 + 24], wanted.scales.view(torch.uint8)[token])
+
+
+def test_what_is_not_finite_stays_with_its_token():
+    problem = make_problem(200, 256, 128, 4, 2)
+    clean = VirtualRanks(problem, 1, fp8_config()).run(problem)
+    bad = replace(problem, x=problem.x.clone())
+    bad.x[11, 3], bad.x[12, 200] = torch.inf, torch.nan
+    found = VirtualRanks(bad, 1, fp8_config()).run(bad)
+    assert found["y"][11:13].isnan().all()
+    others = torch.arange(200, device=problem.x.device)
+    others = others[(others != 11) & (others != 12)]
+    assert torch.equal(found["y"][others], clean["y"][others])
