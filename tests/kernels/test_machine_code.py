@@ -22,8 +22,9 @@ MEGAKERNELS = (FORWARD, BACKWARD)
 LOCAL_MEMORY = {
     (BACKWARD, "100a"): 16,
     (BACKWARD, "103a"): 24,
-    (FP8_FORWARD, "90a"): 96,
-    (FP8_BACKWARD, "90a"): 192,
+    (BACKWARD, "90a"): 24,
+    (FP8_FORWARD, "90a"): 80,
+    (FP8_BACKWARD, "90a"): 144,
 }
 """Instructions on local memory that are known and harmless: a few scalars, kept once a tile, while a product is waited
 for with all 128 accumulators to come; in FP8 also addresses of scales, once in four stages. Elsewhere none."""
