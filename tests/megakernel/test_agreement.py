@@ -30,7 +30,8 @@ def agree(rank: int) -> tuple:
         except MokTimeoutError as error:
             missing = str(error)
     seconds = time.monotonic() - begin
-    time.sleep(2 if rank == 1 else 0)
+    # Long enough for the others to give up: a store may wait a second longer than it was told.
+    time.sleep(4 if rank == 1 else 0)
     # Rank 1 is one exchange behind now: nobody takes an answer to another question for one to theirs.
     mixed = ""
     try:
