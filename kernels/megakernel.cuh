@@ -2,7 +2,8 @@
 //
 //   communication CTA   up to 7 warps pull rows
 //   compute CTA         warp 0 loads operands, warp 1 takes tiles from the list, warp 2 signals finished tiles,
-//                       warp 3 pulls rows (when there are no communication CTAs), warps 4 .. 11 multiply
+//                       warp 3 pulls rows (when there are no communication CTAs), warps 4 .. 11 multiply and store;
+//                       on Blackwell warp 12 issues the products that they store
 //
 // A Program (forward.cuh, backward.cuh) says which tiles there are, what each waits for, and what becomes of it.
 // Tiles are taken in the order of one list and wait only for earlier tiles and for pulled rows, which wait only for

@@ -234,6 +234,9 @@ __device__ __forceinline__ bool multiply(Accumulator& acc, Operands&, Pipeline& 
   sm100::fence_after_barrier();
   copy(Copy_Atom<sm100::Load, float>{}, rows, acc);
   cutlass::arch::fence_view_async_tmem_load();
+  // The compiler sees no other reason to keep what uses the elements behind the wait.
+#pragma unroll
+  for (int i = 0; i < kAccumulatorSize; ++i) asm volatile("" : "+f"(acc(i))::"memory");
   sm100::fence_before_barrier();
   __syncwarp();
   if (thread % 32 == 0) ptx::barrier_arrive(pipeline.drained + cursor.index);
