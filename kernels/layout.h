@@ -25,7 +25,7 @@ struct alignas(128) Counter {
 struct Counters {
   Counter epoch;   // launches completed
   Counter stop;    // set when this rank has recorded an error; never cleared
-  Counter failed;  // this launch computes no rows (overflow), and says so to its peers
+  Counter failed;  // why this launch computes no rows, as its peers will read it (Done); 0 = it does
   Counter prepare_pushed, prepare_counted;          // CTAs of the prepare kernel
   Counter next_tile, next_pull;                     // dynamic distribution of work
   Counter tiles_done, dhidden_done, shared_dhidden_done;  // whole-launch counts
@@ -35,7 +35,15 @@ struct Counters {
   Counter exited;                                   // CTAs
 };
 
-// What a rank tells its peers about a launch.
+// How a rank ended a launch, in two bits of its done flag.
+enum Done : uint32_t {
+  kDoneWell = 0,
+  kDoneOverflowed = 1,  // it had more rows than capacity, and pushed none
+  kDoneEvicted = 2,     // well, and its backward will ask for x again
+  kDoneOtherStep = 3,   // it pushed none, because its peers had launched another step
+};
+
+// What a rank tells its peers about a launch, before it waits for any of them.
 struct Announcement {
   uint32_t tokens;
   uint32_t signature;  // hash of the shape and the kind of step
@@ -56,9 +64,9 @@ class Allocator {
 
 // Offsets in the symmetric heap. [ranks] arrays are indexed by the rank that writes the entry.
 struct SymmetricLayout {
-  size_t routes_flag;   // [ranks] u32: epoch of the routes that have arrived
+  size_t routes_flag;   // [ranks] u32: epoch of the announcement that has arrived; of the routes, if it is a forward's
   size_t input_flag;    // [ranks] u32: epoch of the input that may be pulled
-  size_t done_flag;     // [2][ranks] u32: 4 * epoch + two bits, when all rows have been pushed; by parity of the
+  size_t done_flag;     // [2][ranks] u32: 4 * epoch + Done, when all rows have been pushed; by parity of the
                         // epoch, because a peer that needs no rows from this rank can be a launch ahead
   size_t announcement;  // [ranks] Announcement
   size_t ids;           // [ranks][max_tokens * K] i32

@@ -54,7 +54,7 @@ typedef enum MokErrorCode {
   MOK_OK = 0,
   MOK_TIMEOUT = 1,         // a wait passed the deadline
   MOK_OVERFLOW = 2,        // more routed rows (seen) than the schedule's capacity (expected)
-  MOK_SHAPE_MISMATCH = 3,  // a peer launched with another shape or kind of step
+  MOK_SHAPE_MISMATCH = 3,  // a peer launched with another shape or kind of step (seen, if it is known)
   MOK_PEER_FAILED = 4,     // a peer recorded an overflow: its rows never came
   MOK_BAD_ROUTE = 5,       // topk_ids[index] is `seen`, which is no expert (there are `expected`) and not -1
 } MokErrorCode;

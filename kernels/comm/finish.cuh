@@ -8,17 +8,13 @@ namespace mok {
 
 constexpr int kFinishThreads = 256, kFinishBarrier = 1;
 
-// Tells every peer that all rows are pushed; by one thread, which has acquired all that was pushed.
-//
-// Two bits travel with the flag: `failed` (this rank overflowed and pushed nothing) and `evicts` (the backward will
-// ask for x again).
-constexpr uint32_t kDoneFailed = 1, kDoneEvicts = 2;
-
 __device__ inline uint32_t* done_flag(Common const& c, int at, int from, uint32_t epoch) {
   return c.peer<uint32_t>(at, c.symmetric.done_flag) + epoch % 2 * c.shape.ranks + from;
 }
+// Tells every peer that all rows are pushed; by one thread, which has acquired all that was pushed.
 __device__ inline void announce_done(Common const& c, Waiter const& waiter, bool evicts) {
-  uint32_t done = 4 * waiter.epoch + (evicts ? kDoneEvicts : 0) + (c.counters().failed.value ? kDoneFailed : 0);
+  uint32_t failed = c.counters().failed.value, how = failed ? failed : evicts ? kDoneEvicted : kDoneWell;
+  uint32_t done = 4 * waiter.epoch + how;
   for (int step = 0; step < c.shape.ranks; ++step)
     ptx::store_release_sys(done_flag(c, (c.shape.rank + step) % c.shape.ranks, c.shape.rank, waiter.epoch), done);
 }
@@ -37,9 +33,11 @@ __device__ inline bool await_done(Common const& c, Waiter const& waiter, int thr
     uint32_t const* flag = done_flag(c, c.shape.rank, peer, waiter.epoch);
     if (!waiter.peer_flag(flag, 4 * waiter.epoch, MOK_FLAG_DONE, peer)) continue;
     if (int(blockIdx.x) != c.comm_ctas) continue;  // one CTA is enough for what follows
-    uint32_t bits = ptx::load_acquire_sys(flag) - 4 * waiter.epoch;
-    if ((bits & kDoneFailed) && peer != c.shape.rank) waiter.note(MOK_PEER_FAILED, MOK_FLAG_DONE, peer, -1, 0, 1);
-    if (forward && (bits & kDoneEvicts)) atomicOr(c.schedule.info + 2, 1);
+    uint32_t how = ptx::load_acquire_sys(flag) - 4 * waiter.epoch;
+    if (forward && how == kDoneEvicted) atomicOr(c.schedule.info + 2, 1);
+    if (peer == c.shape.rank) continue;
+    if (how == kDoneOverflowed) waiter.note(MOK_PEER_FAILED, MOK_FLAG_DONE, peer, -1, 0, 1);
+    if (how == kDoneOtherStep) waiter.note(MOK_SHAPE_MISMATCH, MOK_FLAG_DONE, peer, -1, c.signature, 0);
   }
   ptx::named_barrier(kFinishBarrier, kFinishThreads);
   return !waiter.stopped();

@@ -1,7 +1,8 @@
 // The prepare kernel: what has to happen before a megakernel can start.
 //
 // Forward: send this rank's routes to every peer, copy or quantise x to where peers can pull it, and from all ranks'
-// routes build the schedule by a counting sort. Backward: dY likewise. Both clear the counters of the launch.
+// routes build the schedule by a counting sort. Backward: dY likewise. Both announce to the peers what step this is, and
+// clear the counters of the launch.
 #include "prepare.cuh"
 #include "../comm/wait.cuh"
 #include "quantize_input.cuh"
@@ -44,6 +45,14 @@ __device__ void stage_input(Common const& c, void const* from, size_t to, int fi
   }
 }
 
+// Tells every peer what step this is; by one CTA.
+__device__ void announce(Common const& c, Waiter const& waiter) {
+  for (int peer = threadIdx.x; peer < c.shape.ranks; peer += kThreads) {
+    c.peer<Announcement>(peer, c.symmetric.announcement)[c.shape.rank] = {uint32_t(c.tokens), c.signature};
+    ptx::store_release_sys(c.peer<uint32_t>(peer, c.symmetric.routes_flag) + c.shape.rank, waiter.epoch);
+  }
+}
+
 // Writes this rank's routes into every peer's memory, nearest rank number first so that not all write to rank 0.
 __device__ void send_routes(Common const& c, int32_t const* ids, float const* weights, Waiter const& waiter) {
   int n = c.tokens * c.shape.topk, experts = c.shape.ranks * c.shape.experts_local;
@@ -65,11 +74,18 @@ __device__ void send_routes(Common const& c, int32_t const* ids, float const* we
   if (threadIdx.x == 0)
     last = ptx::fetch_add_acq_rel_sys(&c.counters().prepare_pushed.value, 1) == gridDim.x - 1;
   __syncthreads();
-  if (!last) return;
-  for (int peer = threadIdx.x; peer < c.shape.ranks; peer += kThreads) {
-    c.peer<Announcement>(peer, c.symmetric.announcement)[c.shape.rank] = {uint32_t(c.tokens), c.signature};
-    ptx::store_release_sys(c.peer<uint32_t>(peer, c.symmetric.routes_flag) + c.shape.rank, waiter.epoch);
+  if (last) announce(c, waiter);
+}
+
+// A schedule without rows. The launch goes through all else, and tells its peers why, so that none waits in vain.
+__device__ void schedule_nothing(Common const& c, Done why) {
+  if (blockIdx.x != 0) return;
+  for (int e = threadIdx.x; e <= c.shape.experts_local; e += kThreads) {
+    c.schedule.expert_offsets[e] = 0;
+    if (e < c.shape.experts_local) c.schedule.expert_rows[e] = 0;
   }
+  if (threadIdx.x < 3) c.schedule.info[threadIdx.x] = 0;
+  if (threadIdx.x == 0) c.counters().failed.value = why;
 }
 
 // CTAs that sort: more where there are many routes.
@@ -127,13 +143,14 @@ __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
   extern __shared__ uint32_t table[];  // [kWarps][E_local], then [E_local + 1] offsets, then [E_local] rows
   __shared__ int first_route[kMaxRanks + 1];
   __shared__ int longest;
-  __shared__ bool stopped;
+  __shared__ bool stopped, other_step;
   Common const& c = p.common;
   Counters& counters = c.counters();
   uint32_t epoch = waiter.epoch;
   int ranks = c.shape.ranks, experts = c.shape.experts_local, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   if (p.forward) send_routes(c, p.ids, p.weights, waiter);
+  else if (blockIdx.x == 0) announce(c, waiter);
   clear_counters(c);
   int sorters = sort_ctas(c);
   // Those that sort copy nothing, if there are enough others.
@@ -145,7 +162,7 @@ __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
   if (!p.forward || int(blockIdx.x) >= sorters) return;
 
   // ---- all ranks' routes are here
-  if (threadIdx.x == 0) stopped = false;
+  if (threadIdx.x == 0) stopped = other_step = false;
   __syncthreads();
   for (int r = threadIdx.x; r < ranks; r += kThreads) {
     if (!waiter.peer_flag(c.own<uint32_t>(c.symmetric.routes_flag) + r, epoch, MOK_FLAG_ROUTES, r)) {
@@ -154,13 +171,14 @@ __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
     }
     Announcement a = c.own<Announcement>(c.symmetric.announcement)[r];
     if (a.signature != c.signature || a.tokens > uint32_t(c.shape.max_tokens)) {
-      waiter.give_up(MOK_SHAPE_MISMATCH, MOK_FLAG_ROUTES, r, -1, c.signature, a.signature);
-      stopped = true;
+      if (blockIdx.x == 0) waiter.note(MOK_SHAPE_MISMATCH, MOK_FLAG_ROUTES, r, -1, c.signature, a.signature);
+      other_step = true;
     }
     first_route[r + 1] = int(a.tokens) * c.shape.topk;
   }
   __syncthreads();
   if (stopped) return;
+  if (other_step) return schedule_nothing(c, kDoneOtherStep);
   if (threadIdx.x == 0) {
     first_route[0] = longest = 0;
     for (int r = 0; r < ranks; ++r) {
@@ -225,21 +243,19 @@ __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
     if (lane == 0) offsets[experts] = used = at;
   }
   __syncthreads();
-  bool overflow = used > uint32_t(c.shape.capacity_rows);
+  if (used > uint32_t(c.shape.capacity_rows)) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) waiter.note(MOK_OVERFLOW, MOK_FLAG_NONE, -1, -1, c.shape.capacity_rows, used);
+    return schedule_nothing(c, kDoneOverflowed);
+  }
   if (blockIdx.x == 0) {
-    for (int e = threadIdx.x; e <= experts; e += kThreads) c.schedule.expert_offsets[e] = overflow ? 0 : offsets[e];
-    for (int e = threadIdx.x; e < experts; e += kThreads) c.schedule.expert_rows[e] = overflow ? 0 : rows[e];
+    for (int e = threadIdx.x; e <= experts; e += kThreads) c.schedule.expert_offsets[e] = offsets[e];
+    for (int e = threadIdx.x; e < experts; e += kThreads) c.schedule.expert_rows[e] = rows[e];
     if (threadIdx.x == 0) {
-      c.schedule.info[0] = overflow ? 0 : used;
+      c.schedule.info[0] = used;
       c.schedule.info[1] = longest / c.shape.topk;
       c.schedule.info[2] = 0;
-      if (overflow) {
-        counters.failed.value = 1;
-        waiter.note(MOK_OVERFLOW, MOK_FLAG_NONE, -1, -1, c.shape.capacity_rows, used);
-      }
     }
   }
-  if (overflow) return;
 
   // ---- place
   range.walk<true>(c, [&](int expert, int rank, int route, float weight) {

@@ -32,10 +32,11 @@ def failure(record: Record, timeout_s: float) -> MokError:
             "or leave it out (then no routing can exceed it)"
         )
     if record.code == SHAPE_MISMATCH:
+        # Where the peer found out, and told this rank, there is no signature of its own.
+        seen = f" (signature {record.seen:#010x}, expected {record.expected:#010x})" if record.seen else ""
         return MokInputError(
-            f"{where}: rank {record.peer} launched a step of another shape, direction or setting (signature "
-            f"{record.seen:#010x}, expected {record.expected:#010x}): every rank must run the same layers in the same "
-            "order with the same --mok-* flags"
+            f"{where}: rank {record.peer} launched a step of another shape, direction or setting{seen}, so this step's "
+            "results are not valid: every rank must run the same layers in the same order with the same --mok-* flags"
         )
     if record.code == PEER_FAILED:
         return MokCapacityError(

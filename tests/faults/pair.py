@@ -1,4 +1,4 @@
-"""Two worker processes, one a GPU, that tests tell what to do and that may die of it."""
+"""Two worker processes, one a GPU (or both on one), that tests tell what to do and that may die of it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from typing import Any
 from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARE_GPU = os.environ.get("MOK_FAULTS_SHARE_GPU") == "1"
+"""Both ranks on GPU 0, for machines that have one. The driver gives their kernels the GPU in turns, so a wait for the
+other rank takes milliseconds; and the process group is gloo's, since NCCL wants a GPU for each rank."""
+DEVICES = (0, 0) if SHARE_GPU else (0, 1)
+"""GPU of each rank."""
 DEADLINE_S = 3.0
 """MOK_TIMEOUT_S of the workers."""
 START_S = 90.0
@@ -42,9 +47,10 @@ class Worker:
     def __init__(self, rank: int, port: int, folder: Path) -> None:
         self.rank, self.log = rank, folder / f"rank{rank}.log"
         environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "RANK": str(rank), "LOCAL_RANK": str(DEVICES[rank]), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "MOK_TIMEOUT_S": str(DEADLINE_S), "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
             "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1",
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": str(int(SHARE_GPU)),
         }  # fmt: skip
         answers, write = os.pipe()
         self._answers = os.fdopen(answers, "rb", buffering=0)
@@ -118,7 +124,7 @@ class Pair:
             assert not answer.error, answer
         return self
 
-    def run(self, *scenarios: str, timeout_s: float = 20.0, **arguments: Any) -> list[Answer]:
+    def run(self, *scenarios: str, timeout_s: float = 30.0, **arguments: Any) -> list[Answer]:
         """A scenario on both ranks (or one each), and their answers. The pair goes on."""
         for worker, scenario in zip(self.workers, scenarios * (2 // len(scenarios)), strict=True):
             worker.tell(scenario, **arguments)

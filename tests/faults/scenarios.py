@@ -147,6 +147,7 @@ def second_workspace(r: Rank, rounds: int) -> list[list[int]]:
         dist.barrier()  # a peer's mapping keeps memory alive
         torch.cuda.synchronize()
         seen.append([torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd"))])
+        dist.barrier()  # the peer may have the same GPU
     return seen
 
 
@@ -265,6 +266,7 @@ def no_memory(r: Rank) -> None:
     if r.rank == 1:
         free, _ = torch.cuda.mem_get_info()
         hog = torch.empty(max(0, free - (512 << 20)), dtype=torch.uint8, device="cuda")
+    dist.barrier()
     try:
         r.layer(max_tokens=400_000).step()
     finally:

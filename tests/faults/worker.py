@@ -18,6 +18,7 @@ import torch.distributed as dist
 def main(answers: TextIO) -> None:
     """Run what the test says."""
     from tests.faults import scenarios
+    from tests.faults.pair import DEVICES, SHARE_GPU
 
     rank = int(os.environ["RANK"])
     ranks = None
@@ -26,8 +27,12 @@ def main(answers: TextIO) -> None:
         begin = time.monotonic()
         value, error, message = None, "", ""
         if name == "connect":
-            torch.cuda.set_device(rank)
-            dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+            device = torch.device("cuda", DEVICES[rank])
+            torch.cuda.set_device(device)
+            if SHARE_GPU:
+                dist.init_process_group("gloo")
+            else:
+                dist.init_process_group("nccl", device_id=device)
             dist.barrier()
             ranks = scenarios.Rank(rank, answers)
         else:

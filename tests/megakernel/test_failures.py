@@ -52,9 +52,30 @@ def test_ranks_that_launch_different_steps():
     run.spaces[1].struct.shape.minibatch_rows *= 2
     run.spaces[1].struct.shape.ring_rows *= 2
     run.launch(run.forward_steps(problem))
-    for rank in (0, 1):
+    expect_other_steps(run, [(0, 1), (1, 0)])
+
+
+def expect_other_steps(run: VirtualRanks, named: list[tuple[int, int]]) -> None:
+    """Each first rank names each second one, whose step differs; nobody waits for a deadline."""
+    for rank, other in named:
         error = error_of(run.spaces[rank])
-        assert isinstance(error, MokInputError) and f"rank {1 - rank} launched" in str(error)
+        assert isinstance(error, MokInputError) and f"rank {rank} of" in str(error), error
+        assert f"rank {other} launched a step of another shape, direction" in str(error)
+
+
+@pytest.mark.parametrize("format", ["bf16", "blockwise"])
+def test_a_forward_on_one_rank_and_a_backward_on_another(format):
+    problem = make_problem(400, 256, 128, 6, 2, shared=64)
+    run = VirtualRanks(problem, 3, kernel_config(timeout_s=10, macrobatch_size=256, format=format))
+    forward = run.forward_steps(problem)
+    run.launch(forward)
+    run.check()
+    steps = run.backward_steps(problem, forward)
+    steps[2] = run.forward_steps(problem)[2]
+    begin = time.monotonic()
+    run.launch(steps)
+    expect_other_steps(run, [(0, 2), (1, 2), (2, 0)])
+    assert time.monotonic() - begin < 5
 
 
 @pytest.mark.parametrize("number", [4, -2])

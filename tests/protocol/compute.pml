@@ -86,7 +86,7 @@ inline run_forward_tile() {
         if
         :: ok ->
             ACQUIRE(OF(ROWS_X, b), ROWS_WITHOUT_ACQUIRE);
-            KNOWS_LOCAL(LOCAL_X(layer, b)); assert(x_rows[KEPT(r, layer, b)] == TAG(layer, b));
+            KNOWS_LOCAL(LOCAL_X(layer, b)); right(x_rows[KEPT(r, layer, b)] == TAG(layer, b));
             gate_up[KEPT(r, layer, b)] = TAG(layer, b); wrote_local(LOCAL_GATE_UP(layer, b));
             hidden_rows[RINGS(r, b)] = TAG(l, b); wrote_local(LOCAL_HIDDEN(b));
             RELEASE(OF(FC1, b), TILE_WITHOUT_RELEASE); COUNT(r, OF(FC1, b))++
@@ -97,7 +97,7 @@ inline run_forward_tile() {
         if
         :: ok ->
             ACQUIRE(OF(FC1, b), FC1_WITHOUT_ACQUIRE);
-            KNOWS_LOCAL(LOCAL_HIDDEN(b)); assert(hidden_rows[RINGS(r, b)] == TAG(l, b));
+            KNOWS_LOCAL(LOCAL_HIDDEN(b)); right(hidden_rows[RINGS(r, b)] == TAG(l, b));
             PUSH(slots, GLOBAL_SLOT);
             RELEASE(OF(FC2, b), TILE_WITHOUT_RELEASE); COUNT(r, OF(FC2, b))++;
             PUSHED
@@ -113,7 +113,7 @@ inline run_backward_tile() {
         if
         :: ok ->
             ACQUIRE(OF(ROWS_X, b), ROWS_WITHOUT_ACQUIRE);
-            KNOWS_LOCAL(LOCAL_X(layer, b)); assert(x_rows[KEPT(r, layer, b)] == TAG(layer, b));
+            KNOWS_LOCAL(LOCAL_X(layer, b)); right(x_rows[KEPT(r, layer, b)] == TAG(layer, b));
             gate_up[KEPT(r, layer, b)] = TAG(layer, b); wrote_local(LOCAL_GATE_UP(layer, b));
             RELEASE(OF(FC1, b), TILE_WITHOUT_RELEASE); COUNT(r, OF(FC1, b))++
         :: else -> skip
@@ -123,8 +123,8 @@ inline run_backward_tile() {
         if
         :: ok ->
             ACQUIRE(OF(ROWS_DY, b), ROWS_WITHOUT_ACQUIRE); ACQUIRE(OF(FC1, b), FC1_WITHOUT_ACQUIRE);
-            KNOWS_LOCAL(LOCAL_DY(b)); assert(dy_rows[RINGS(r, b)] == TAG(l, b));
-            KNOWS_LOCAL(LOCAL_GATE_UP(layer, b)); assert(gate_up[KEPT(r, layer, b)] == TAG(layer, b));
+            KNOWS_LOCAL(LOCAL_DY(b)); right(dy_rows[RINGS(r, b)] == TAG(l, b));
+            KNOWS_LOCAL(LOCAL_GATE_UP(layer, b)); right(gate_up[KEPT(r, layer, b)] == TAG(layer, b));
             dgate_up[RINGS(r, b)] = TAG(l, b); wrote_local(LOCAL_DGATE_UP(b));
             PUSH(dweight, GLOBAL_DWEIGHT);
             RELEASE(OF(DHIDDEN, b), TILE_WITHOUT_RELEASE); COUNT(r, OF(DHIDDEN, b))++;
@@ -137,7 +137,7 @@ inline run_backward_tile() {
         if
         :: ok ->
             ACQUIRE(OF(DHIDDEN, b), DHIDDEN_WITHOUT_ACQUIRE);
-            KNOWS_LOCAL(LOCAL_DGATE_UP(b)); assert(dgate_up[RINGS(r, b)] == TAG(l, b));
+            KNOWS_LOCAL(LOCAL_DGATE_UP(b)); right(dgate_up[RINGS(r, b)] == TAG(l, b));
             PUSH(slots, GLOBAL_SLOT);
             PUSHED
         :: else -> skip
@@ -148,13 +148,13 @@ inline run_backward_tile() {
         :: ok ->
             ACQUIRE(DHIDDEN_DONE, DHIDDEN_WITHOUT_ACQUIRE);
             for (b : m * RING .. m * RING + COUNT_OF(m) - 1) {
-                KNOWS_LOCAL(LOCAL_DGATE_UP(b)); assert(dgate_up[RINGS(r, b)] == TAG(l, b));
-                KNOWS_LOCAL(LOCAL_DY(b)); assert(dy_rows[RINGS(r, b)] == TAG(l, b));
-                KNOWS_LOCAL(LOCAL_X(layer, b)); assert(x_rows[KEPT(r, layer, b)] == TAG(layer, b))
+                KNOWS_LOCAL(LOCAL_DGATE_UP(b)); right(dgate_up[RINGS(r, b)] == TAG(l, b));
+                KNOWS_LOCAL(LOCAL_DY(b)); right(dy_rows[RINGS(r, b)] == TAG(l, b));
+                KNOWS_LOCAL(LOCAL_X(layer, b)); right(x_rows[KEPT(r, layer, b)] == TAG(layer, b))
             }
             if
             :: carry_in ->
-                KNOWS_LOCAL(LOCAL_CARRY(CARRY(m + 1))); assert(carry[r * 2 + CARRY(m + 1)] == TAG(l, m + 1))
+                KNOWS_LOCAL(LOCAL_CARRY(CARRY(m + 1))); right(carry[r * 2 + CARRY(m + 1)] == TAG(l, m + 1))
             :: carry_out -> carry[r * 2 + CARRY(m)] = TAG(l, m); wrote_local(LOCAL_CARRY(CARRY(m)))
             :: else -> skip
             fi
@@ -169,8 +169,9 @@ inline run_backward_tile() {
 
 /* The flag of this epoch; its two bits are lost if a peer a launch ahead can overwrite them. */
 #define DONE_AT(r, s) ((FAULT == ONE_DONE_FLAG -> 0 : (e % 2) * RANKS * RANKS) + AT(r, s))
-#define FAILED_BIT 1
-#define EVICTS_BIT 2
+#define DONE_OVERFLOWED 1
+#define DONE_EVICTED 2
+#define DONE_OTHER_STEP 3
 #define DONE_HERE(p) (done_flag[DONE_AT(r, p)] >= 4 * (e - (FAULT == DONE_FLAG_OF_WRONG_EPOCH)))
 #define DONE_DEADLINE (FAULT == DONE_WAIT_WITHOUT_DEADLINE -> false : (DEADLINE))
 
@@ -185,8 +186,8 @@ inline announce() {
                 GO_ON;
                 if :: !tell -> break :: else -> skip fi;
                 RELEASE_FLAG(DONE_FLAG(e, p, r), DONE_WITHOUT_RELEASE);
-                done_flag[DONE_AT(p, r)] = 4 * e + FAILED_BIT * (failed[r] && FAULT != FAILURE_NOT_TOLD) +
-                                           EVICTS_BIT * (FORWARD(l) && N > RING);
+                done_flag[DONE_AT(p, r)] = 4 * e + (failed[r] -> (FAULT == FAILURE_NOT_TOLD -> 0 : failed[r])
+                                                              : DONE_EVICTED * (FORWARD(l) && N > RING));
                 p = NEXT(p);
                 if :: p == r -> tell = false; p = 0 :: else -> skip fi
             } od
@@ -242,11 +243,9 @@ proctype Compute(byte r; byte actor) {
                 ACQUIRE_FLAG(DONE_FLAG(e, r, p), DONE_WITHOUT_ACQUIRE);
                 k = done_flag[DONE_AT(r, p)] - 4 * e;
                 if
-                :: actor == 2 && k < 4 && (k & FAILED_BIT) && p != r -> error[r] = PEER_FAILED
-                :: else -> skip
-                fi;
-                if
-                :: actor == 2 && k < 4 && (k & EVICTS_BIT) -> dispatch_again[OFLAYER(r, layer)] = true
+                :: actor == 2 && k == DONE_OVERFLOWED && p != r -> error[r] = PEER_FAILED
+                :: actor == 2 && k == DONE_OTHER_STEP && p != r -> error[r] = OTHER_STEP
+                :: actor == 2 && k == DONE_EVICTED -> dispatch_again[OFLAYER(r, layer)] = true
                 :: else -> skip
                 fi
             }
@@ -255,9 +254,9 @@ proctype Compute(byte r; byte actor) {
                 if
                 :: SENDS(r, p, layer) && blocks[OFLAYER(p, layer)] > 0 ->
                     for (b : 0 .. blocks[OFLAYER(p, layer)] - 1) {
-                        KNOWS(GLOBAL_SLOT(r, p, b)); assert(slots[SLOT(r, p, b)] == l);
+                        KNOWS(GLOBAL_SLOT(r, p, b)); right(slots[SLOT(r, p, b)] == l);
                         if
-                        :: !FORWARD(l) -> KNOWS(GLOBAL_DWEIGHT(r, p, b)); assert(dweight[SLOT(r, p, b)] == l)
+                        :: !FORWARD(l) -> KNOWS(GLOBAL_DWEIGHT(r, p, b)); right(dweight[SLOT(r, p, b)] == l)
                         :: else -> skip
                         fi
                     }

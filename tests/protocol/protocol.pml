@@ -16,17 +16,18 @@ proctype Stream(byte r; byte actor) {
     bool ok;
 
     for (l : 1 .. LAUNCHES) {
-        /* ---- prepare_kernel: nothing after a stop; then routes to every peer, counters, the input */
+        /* ---- prepare_kernel: nothing after a stop; then routes and announcement to every peer, counters, the input */
         TOGETHER {
             EACH {
                 GO_ON;
                 if :: stop[r] && FAULT != ACTIVE_AFTER_STOP -> goto gone :: else -> skip fi;
                 layer = LAYER(l); e = epoch[r] + 1; p = r; ok = true
             };
-            do :: EACH {  /* send_routes */
+            do :: EACH {  /* send_routes, announce */
                 GO_ON;
-                if :: !FORWARD(l) -> break :: else -> skip fi;
-                ids[AT(p, r)] = l; wrote(GLOBAL_IDS(p, r));
+                if :: !FORWARD(l) && FAULT == BACKWARD_NOT_ANNOUNCED -> break :: else -> skip fi;
+                if :: FORWARD(l) -> ids[AT(p, r)] = l :: else -> skip fi;
+                announced[AT(p, r)] = 2 * l + FORWARD(l); wrote(GLOBAL_IDS(p, r));
                 RELEASE_FLAG(ROUTES_FLAG(p, r), ROUTES_WITHOUT_RELEASE); routes_flag[AT(p, r)] = e;
                 p = NEXT(p);
                 if :: p == r -> break :: else -> skip fi
@@ -39,7 +40,7 @@ proctype Stream(byte r; byte actor) {
                 :: FAULT != COUNTERS_NOT_CLEARED -> for (i : 0 .. COUNTERS - 1) { COUNT(r, i) = 0 } i = 0
                 :: else -> skip
                 fi;
-                next_tile[r] = 0; failed[r] = false
+                next_tile[r] = 0; failed[r] = 0
             }
             input[r] = l; wrote(GLOBAL_INPUT(r));
             if
@@ -56,14 +57,23 @@ proctype Stream(byte r; byte actor) {
                 :: ok && FORWARD(l) ->
                     for (p : 0 .. RANKS - 1) {
                         ACQUIRE_FLAG(ROUTES_FLAG(r, p), ROUTES_WITHOUT_ACQUIRE);
-                        KNOWS(GLOBAL_IDS(r, p)); assert(ids[AT(r, p)] == l)
+                        KNOWS(GLOBAL_IDS(r, p)); assert(announced[AT(r, p)] / 2 == l);
+                        if
+                        :: announced[AT(r, p)] % 2 == 1 -> assert(ids[AT(r, p)] == l)
+                        :: else -> failed[r] = DONE_OTHER_STEP; error[r] = OTHER_STEP
+                        fi
                     }
+                    if  /* schedule_nothing */
+                    :: failed[r] && FAULT == OTHER_STEP_NOT_TOLD -> stop[r] = true; goto gone
+                    :: failed[r] && FAULT != OTHER_STEP_NOT_TOLD -> N = 0
+                    :: else -> skip
+                    fi;
                     dispatch_again[OFLAYER(r, layer)] = false; p = r
 #ifdef OVERFLOW
                     ;
                     if
                     :: r == OVERFLOW ->  /* more rows than the schedule's capacity */
-                        N = 0; failed[r] = true; overflowed_in[r] = l; error[r] = OVERFLOWED
+                        N = 0; failed[r] = DONE_OVERFLOWED; overflowed_in[r] = l; error[r] = OVERFLOWED
                     :: true -> skip
                     fi
 #endif
@@ -168,8 +178,8 @@ proctype Pull(byte r; byte actor) {
                 :: SENDS(p, r, layer) && p != r ->
                     ACQUIRE_FLAG(INPUT_FLAG(r, p), INPUT_WITHOUT_ACQUIRE);
                     if
-                    :: kind == JOB_X_AGAIN -> KNOWS(GLOBAL_AGAIN(p)); assert(input_again[p] == l)
-                    :: else -> KNOWS(GLOBAL_INPUT(p)); assert(input[p] == l)
+                    :: kind == JOB_X_AGAIN -> KNOWS(GLOBAL_AGAIN(p)); right(input_again[p] == l)
+                    :: else -> KNOWS(GLOBAL_INPUT(p)); right(input[p] == l)
                     fi
                 :: else -> skip
                 fi
@@ -245,6 +255,9 @@ init {
             if
 #ifdef DEAD
             :: r == DEAD -> skip
+#endif
+#ifdef DIFFERS
+            :: true -> assert(error[r] == OTHER_STEP && epoch[r] == LAUNCHES)
 #endif
             :: else -> assert(error[r] != 0 || epoch[r] == LAUNCHES)
             fi

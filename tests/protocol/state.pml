@@ -37,6 +37,15 @@ byte seeded;
 #define LAYER(l) ((l - 1) / 2)
 #endif
 #define LAYERS 2
+#ifdef DIFFERS  /* rank 0 makes the launches of a pipeline, the others do not: from launch 2 on, they do not fit */
+#undef FORWARD
+#undef LAYER
+#define FORWARD(l) (r == 0 -> l <= 2 : l % 2 == 1)
+#define LAYER(l) (r == 0 -> (l == 2 || l == 3) : (l - 1) / 2)
+#define right(condition) assert(l >= 2 || (condition))
+#else
+#define right(condition) assert(condition)
+#endif
 
 /* ---- seeded faults: each leaves out, or does wrongly, one thing that the kernels do */
 #define PULL_BEFORE_INPUT_FLAG 1
@@ -60,6 +69,8 @@ byte seeded;
 #define FAILURE_NOT_TOLD 19
 #define X_NOT_STAGED_AGAIN 20
 #define ROWS_COUNTED_AFTER_STOP 21
+#define BACKWARD_NOT_ANNOUNCED 22
+#define OTHER_STEP_NOT_TOLD 23
 /* of memory order; they need ORDERED */
 #define ROUTES_WITHOUT_ACQUIRE 30
 #define INPUT_WITHOUT_ACQUIRE 31
@@ -88,6 +99,7 @@ byte routes_flag[RANKS * RANKS];
 byte input_flag[RANKS * RANKS];
 byte done_flag[2 * RANKS * RANKS];
 byte ids[RANKS * RANKS];
+byte announced[RANKS * RANKS]; /* 2 * launch + forward */
 byte input[RANKS];
 byte input_again[RANKS];
 #define SLOT(owner, by, b) (((owner) * RANKS + (by)) * BLOCKS + (b))
@@ -118,7 +130,7 @@ bool stop[RANKS];
 #define COUNT(r, c) counters[(r) * COUNTERS + (c)]
 byte counters[RANKS * COUNTERS];
 byte next_tile[RANKS];
-bool failed[RANKS];
+byte failed[RANKS];  /* 0, or what the done flag will say of it */
 
 /* schedules, by rank and layer */
 #define OFLAYER(r, layer) ((r) * LAYERS + (layer))
@@ -137,6 +149,7 @@ bool over[RANKS];
 #define TIMED_OUT 1
 #define OVERFLOWED 2
 #define PEER_FAILED 3
+#define OTHER_STEP 4
 byte error[RANKS];
 byte overflowed_in[RANKS]; /* launch; the truth, for the properties only */
 
@@ -212,7 +225,7 @@ inline leave() {
  * for data written by one actor at a time, with all scopes wide enough. */
 #ifdef ORDERED
 #define ACTORS (2 + WORKERS)
-#define GLOBAL_IDS(r, s) (1 << AT(r, s))
+#define GLOBAL_IDS(r, s) (1 << AT(r, s))  /* and what is announced */
 #define GLOBAL_INPUT(r) (1 << (RANKS * RANKS + (r)))
 #define GLOBAL_AGAIN(r) (1 << (RANKS * RANKS + RANKS + (r)))
 #define GLOBAL_SLOT(r, s, b) (1 << (RANKS * RANKS + 2 * RANKS + SLOT(r, s, b)))
