@@ -11,9 +11,20 @@ import sys
 
 import torch
 
-from mok_megatron.selftest.problem import VirtualRanks, kernel_config, make_problem, plain, relative_error
+from mok_megatron.config import MokConfig
+from mok_megatron.selftest.problem import (
+    Problem,
+    Result,
+    VirtualRanks,
+    kernel_config,
+    make_problem,
+    plain,
+    reference,
+    relative_error,
+)
 
-# Sizes that are no multiple of a tile; experts whose segments are cut by the end of a macrobatch.
+# Sizes that are no multiple of a tile; experts whose segments are cut by the end of a macrobatch. In FP8 H and I are
+# multiples of 128.
 CASES = {
     "one rank, rows evicted, shared expert": (1, {"shared": 192, "scale": True}, {"macrobatch_size": 256}),
     "two ranks": (2, {}, {}),
@@ -22,7 +33,29 @@ CASES = {
         {"shared": 64},
         {"macrobatch_size": 256, "fwd_comm_sms": 1, "bwd_comm_sms": 1},
     ),
+    "FP8, one rank, rows evicted, shared expert": (
+        1,
+        {"shared": 192, "scale": True},
+        {"macrobatch_size": 256, "format": "blockwise"},
+    ),
+    "FP8, two ranks": (2, {}, {"format": "blockwise"}),
+    "FP8, two ranks, rows evicted, CTAs that only move rows": (
+        2,
+        {"shared": 64},
+        {"macrobatch_size": 256, "fwd_comm_sms": 1, "bwd_comm_sms": 1, "format": "blockwise"},
+    ),
 }
+FP8_BOUND = 0.01
+"""Of the error relative to the reference, as in test_fp8.py."""
+
+
+def expected(problem: Problem, config: MokConfig) -> tuple[Result, dict[str, float]]:
+    """What is right, and by how much each of it may be off."""
+    if config.format != "bf16":
+        wanted = reference(problem, config)
+        return wanted, dict.fromkeys(wanted, FP8_BOUND)
+    exact, rounded = plain(problem, torch.float64), plain(problem, torch.bfloat16)
+    return exact, {name: 1.5 * relative_error(rounded[name], value) for name, value in exact.items()}
 
 
 def main(names: list[str], compare: bool) -> int:
@@ -31,21 +64,21 @@ def main(names: list[str], compare: bool) -> int:
     for name, (ranks, problem_settings, settings) in CASES.items():
         if names and not any(part in name for part in names):
             continue
-        problem = make_problem(200, 320, 192, 4, 2, **problem_settings)
         config = kernel_config(minibatch_size=128, num_sms=4, timeout_s=100.0, **settings)
-        run = VirtualRanks(problem, ranks, config)
-        found = run.run(problem, main_grad=torch.float32)
+        sizes = (320, 192) if config.format == "bf16" else (384, 384)
+        problem = make_problem(200, *sizes, 4, 2, **problem_settings)
+        found = VirtualRanks(problem, ranks, config).run(problem, main_grad=torch.float32)
         print(f"{name}: done", flush=True)
         if not compare:
             continue
-        exact, rounded = plain(problem, torch.float64), plain(problem, torch.bfloat16)
-        for key, value in exact.items():
+        wanted, bounds = expected(problem, config)
+        for key, value in wanted.items():
             got = found[key] - 1.0 if key.startswith(("dw1", "dw2")) else found[key]
             if key.startswith("dshared"):
                 got = found[key] - ranks  # the sum of every rank's, each with ones in it
-            error, allowed = relative_error(got, value), 1.5 * relative_error(rounded[key], value)
-            if not error <= allowed:
-                print(f"{name}: {key} is off by {error:.2e}, and {allowed:.2e} is allowed")
+            error = relative_error(got, value)
+            if not error <= bounds[key]:
+                print(f"{name}: {key} is off by {error:.2e}, and {bounds[key]:.2e} is allowed")
                 wrong = 1
     return wrong
 
