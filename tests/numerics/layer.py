@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ BUSY = 1
 """An expert with many rows; TOKEN is one of them."""
 
 
-def make_layer(seed: int = 0) -> Problem:
+def make_layer(seed: int = 0, hidden: int = HIDDEN, inner: int = INNER) -> Problem:
     """Random bf16 operands on the CPU: [T 250, H 320, I 192, Is 64, E 6, K 2], a gated shared expert."""
     g = torch.Generator().manual_seed(seed)
 
@@ -36,13 +37,13 @@ def make_layer(seed: int = 0) -> Problem:
     ids[LONELY_TOKEN] = torch.tensor([LONELY, 0])
     ids[DROPPED, 0] = -1
     return Problem(
-        x=normal(TOKENS, HIDDEN),
+        x=normal(TOKENS, hidden),
         ids=ids,
         weights=torch.rand(TOKENS, TOPK, generator=g) + 0.1,
-        w1=normal(EXPERTS, 2 * INNER, HIDDEN, std=HIDDEN**-0.5),
-        w2=normal(EXPERTS, HIDDEN, INNER, std=INNER**-0.5),
-        dy=normal(TOKENS, HIDDEN),
-        shared=(normal(2 * SHARED, HIDDEN, std=HIDDEN**-0.5), normal(HIDDEN, SHARED, std=SHARED**-0.5)),
+        w1=normal(EXPERTS, 2 * inner, hidden, std=hidden**-0.5),
+        w2=normal(EXPERTS, hidden, inner, std=inner**-0.5),
+        dy=normal(TOKENS, hidden),
+        shared=(normal(2 * SHARED, hidden, std=hidden**-0.5), normal(hidden, SHARED, std=SHARED**-0.5)),
         scale=torch.rand(TOKENS, generator=g) + 0.1,
     )
 
@@ -78,9 +79,9 @@ FAULTS: dict[str, Fault] = {
     "the token of an expert with one row": _at("x", LONELY_TOKEN, 5),
     "all tokens of one rank": _at("x", slice(TOKENS // 2, None)),
     "a gate weight": _at("w1", BUSY, 7, 3),
-    "an up weight": _at("w1", BUSY, INNER + 7, 3),
+    "an up weight": _at("w1", BUSY, -7, 3),
     "a gate weight beside padding": _at("w1", LONELY, 7, 3),
-    "an up weight beside padding": _at("w1", LONELY, INNER + 7, 3),
+    "an up weight beside padding": _at("w1", LONELY, -7, 3),
     "a down weight": _at("w2", BUSY, 9, 11),
     "a down weight beside padding": _at("w2", LONELY, 9, 11),
     "one whole expert": _all_of(BUSY),
@@ -91,16 +92,16 @@ FAULTS: dict[str, Fault] = {
     "the weight of a dropped route": _at("weights", DROPPED, 0),
     "a gate weight of the shared expert": _shared_at(0, 3, 4),
     "a down weight of the shared expert": _shared_at(1, 5, 6),
-    "an up weight of the shared expert": _shared_at(0, SHARED + 3, 4),
+    "an up weight of the shared expert": _shared_at(0, -3, 4),
     "a shared expert's gate": _at("scale", TOKEN),
 }
 NOWHERE = ("an expert without rows", "the weight of a dropped route")
 """Faults in what nothing is computed from."""
 
 
-def with_fault(name: str, value: float) -> Problem:
-    """`make_layer()` with `value` where the fault `name` puts it."""
-    problem = copy(make_layer())
+def with_fault(name: str, value: float, layer: Problem | None = None) -> Problem:
+    """`layer`, or `make_layer()`, with `value` where the fault `name` puts it."""
+    problem = copy(layer or make_layer())
     FAULTS[name](problem, value)
     return problem
 
@@ -125,7 +126,7 @@ def exact(problem: Problem) -> Result:
     return plain(replace(problem, weights=problem.weights.masked_fill(problem.ids < 0, 0)), torch.float64)
 
 
-def reference(problem: Problem, group: dist.ProcessGroup | None = None) -> Result:
+def reference(problem: Problem, group: dist.ProcessGroup | None = None, **settings: Any) -> Result:
     """mok_moe on the reference backend; with a `group`, this rank's share of tokens and experts."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     x, ids, weights, dy = (t.tensor_split(ranks)[rank] for t in (problem.x, problem.ids, problem.weights, problem.dy))
@@ -138,25 +139,30 @@ def reference(problem: Problem, group: dist.ProcessGroup | None = None) -> Resul
     shared = None
     if problem.shared is not None:
         shared = SharedExpert(leaves["shared_w1"], leaves["shared_w2"], leaves["scale"])
-    config = MokConfig(backend="reference", minibatch_size=128)
+    config = MokConfig(backend="reference", minibatch_size=128, **settings)
     y = mok_moe(leaves["x"], ids, leaves["weights"], leaves["w1"], leaves["w2"], group, config, shared)
     grads = torch.autograd.grad(y, list(leaves.values()), dy)
     return {"y": y.detach(), **{"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}}
 
 
 @functools.cache
-def _virtual_ranks(ranks: int, ring: int | None, shared: bool, tokens: int) -> VirtualRanks:
-    layer = copy(make_layer() if tokens > 1 else one_token(make_layer()), DEVICE)
-    config = kernel_config() if ring is None else kernel_config(minibatch_size=128, macrobatch_size=ring)
+def _virtual_ranks(
+    ranks: int, ring: int | None, shared: bool, tokens: int, hidden: int, inner: int, format: str
+) -> VirtualRanks:
+    layer = make_layer(hidden=hidden, inner=inner)
+    layer = copy(layer if tokens > 1 else one_token(layer), DEVICE)
+    evicting = {} if ring is None else {"minibatch_size": 128, "macrobatch_size": ring}
+    config = kernel_config(format=format, **evicting)
     return VirtualRanks(layer if shared else replace(layer, shared=None, scale=None), ranks, config)
 
 
-def megakernel(problem: Problem, ranks: int = 1, ring: int | None = None) -> Result:
+def megakernel(problem: Problem, ranks: int = 1, ring: int | None = None, format: str = "bf16") -> Result:
     """The kernel on virtual ranks of one GPU that stay the same from call to call, as a layer's do; on the CPU.
 
     `ring`: rows of a macrobatch; rows beyond it are dispatched again in the backward.
     """
-    run = _virtual_ranks(ranks, ring, problem.shared is not None, len(problem.x))
+    shared, (tokens, hidden), inner = problem.shared is not None, problem.x.shape, problem.w2.shape[2]
+    run = _virtual_ranks(ranks, ring, shared, tokens, hidden, inner, format)
     found = run.run(copy(problem, DEVICE))
     return {name: value.cpu() for name, value in found.items()}
 
