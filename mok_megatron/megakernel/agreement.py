@@ -22,7 +22,8 @@ def exchange(group: dist.ProcessGroup, mine: Any, purpose: str, timeout_s: float
     Args:
         mine: what JSON can hold; tuples come back as lists.
         purpose: completes "waited 3 s for rank 1 ...", for the error.
-        timeout_s: seconds to wait for the other ranks.
+        timeout_s: seconds to wait for the other ranks. torch's FileStore (`init_method="file://..."`) counts whole
+            seconds and may wait one more.
 
     Raises:
         MokTimeoutError: naming the ranks that did not come.
