@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -115,17 +116,22 @@ def run_probe(name: str, timeout_s: float = PROBE_TIMEOUT_S) -> Probe:
     """Runs a function of ``probes.py`` in a process of its own: what crashes or hangs there is a finding here."""
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-P", "-m", "mok_megatron.doctor.probes", name]
-    try:
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired:
-        return Probe(error=f"no answer within {timeout_s:.0f} s")
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            # With the ranks that it has started: they would stay, and keep their GPUs.
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return Probe(error=f"no answer within {timeout_s:.0f} s")
+    lines, said, status = output.strip().splitlines(), errors.strip().splitlines(), process.returncode
+    if status == 0 and lines:
         return Probe(found=json.loads(lines[-1]))
-    said = done.stderr.strip().splitlines()
-    ending = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
+    ending = f"signal {-status}" if status < 0 else f"status {status}"
     return Probe(error=said[-1] if said else f"ended with {ending} and said nothing")
 
 

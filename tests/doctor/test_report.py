@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,21 @@ def test_text_is_a_line_a_check_with_the_remedy_below() -> None:
 def test_a_probe_that_crashes_or_hangs_is_a_finding() -> None:
     assert "KeyError: 'nonsense'" in str(facts.run_probe("nonsense").error)
     assert facts.run_probe("torch", timeout_s=0.01).error == "no answer within 0 s"
+
+
+def test_a_probe_that_hangs_is_ended_with_what_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its ranks would keep their GPUs."""
+    program, started = tmp_path / "python", tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {started}\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(facts.sys, "executable", str(program))
+    begin = time.monotonic()
+    assert facts.run_probe("symmetric", timeout_s=2).error == "no answer within 2 s"
+    assert time.monotonic() - begin < 20  # though they hold its output open
+    state, end = Path("/proc", started.read_text().strip(), "stat"), time.monotonic() + 5
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_the_torch_probe_tells_about_this_machine() -> None:
