@@ -106,7 +106,7 @@ def assert_ended(worker, *parts: str, status: int = 1, within_s: float = DEADLIN
 # ---- the right result
 
 
-@pytest.mark.parametrize("scenario", ["step", "interleaved", "two_streams", "exception_between", "data_loaders"])
+@pytest.mark.parametrize("scenario", ["step", "fp8", "interleaved", "two_streams", "exception_between", "data_loaders"])
 def test_right_result(pair, scenario):
     expect_right(pair, scenario)
 
