@@ -1,4 +1,4 @@
-"""The four sizes of the recipe: which model, on how many GPUs, and the plan of its parallel sizes."""
+"""The sizes of the recipe: which model, on how many GPUs, and the plan of its parallel sizes."""
 
 from __future__ import annotations
 
@@ -85,6 +85,18 @@ PRESETS = {
             vocabulary=8192,
             mtp=False,
             request={"tp": 1, "cp": 1, "ep": 2, "pp": 1, "global_batch": 8, "recompute": "none"},
+        ),
+        # The model of proxy-2gpu with all experts on the one GPU; two microbatches, so that gradients accumulate.
+        Preset(
+            name="proxy-1gpu",
+            model="deepseek_v3",
+            gpus=1,
+            cluster="h200_x2",
+            layers=4,
+            experts=16,
+            vocabulary=8192,
+            mtp=False,
+            request={"tp": 1, "cp": 1, "ep": 1, "pp": 1, "global_batch": 2, "recompute": "none"},
         ),
         Preset(
             name="tiny",

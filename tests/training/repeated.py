@@ -77,3 +77,8 @@ def reset() -> None:
 def rank() -> int:
     """Of this process."""
     return int(os.environ.get("RANK", "0"))
+
+
+def ranks() -> int:
+    """Of this launch."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
