@@ -107,7 +107,8 @@ class MokConfig:
     reserved_sms: int | None = _setting(
         None,
         "SMs that the kernel leaves to others which run at the same time, where --mok-num-sms is not given. "
-        "Default: 8 where Megatron overlaps gradient reduction or parameter gathering with computation, else 0.",
+        "Default: 8 where Megatron overlaps gradient reduction or parameter gathering of several replicas with "
+        "computation, else 0.",
         type=int,
     )
     max_tokens: int | None = _setting(

@@ -6,6 +6,7 @@ runs on the CPU with gloo, in :mod:`mok_megatron.host` mode. Start with :func:`m
 ``megatron.training.pretrain``: the configuration, the datasets, and the step with its loss.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -69,6 +70,7 @@ def run(flags: list[str]) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
 
+    from mok_megatron.training import moe_time
     from mok_megatron.training.wgrad import accumulate_with_transformer_engine
 
     skip_dataset_helper_build()
@@ -76,12 +78,8 @@ def run(flags: list[str]) -> None:
     args = parse(flags)
     provider: Any = build_datasets
     provider.is_distributed = True  # every rank takes part in building the datasets
-    pretrain(
-        configuration(args),
-        provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
+    with moe_time.logged() if args.log_mok else contextlib.nullcontext():
+        pretrain(configuration(args), provider, ModelType.encoder_or_decoder, forward_step)
 
 
 def skip_dataset_helper_build() -> None:

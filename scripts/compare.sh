@@ -2,6 +2,7 @@
 # Trains the same model under several token dispatchers, one after another, and reports which is faster.
 #
 #   scripts/compare.sh --preset proxy-2gpu --dispatchers mok,hybridep,alltoall --steps 50
+#   scripts/compare.sh --preset proxy-1gpu --dispatchers mok,alltoall --steps 50
 #   scripts/compare.sh --preset tiny --dispatchers mok,alltoall --steps 3      on the CPU
 #   scripts/compare.sh --help
 #

@@ -6,7 +6,7 @@
 #   srun --ntasks-per-node=1 --kill-on-bad-exit=1 scripts/pretrain_deepseek_v3.sh --data-path tokens --save saved ...
 #
 #   --preset P       full (default: 671B, EP 64, PP and DP sized from the number of GPUs), proxy-8gpu, proxy-2gpu,
-#                    tiny (two CPU processes)
+#                    proxy-1gpu, tiny (two CPU processes)
 #   --dispatcher D   mok (default), alltoall, hybridep, deepep
 #   --cluster C      a name of configs/clusters or a .yaml file; default: found from the GPUs
 #   --gpus N         of a dry run; default: the preset's own number (full: 2048)
@@ -90,9 +90,14 @@ fi
 optimizer=( # Report, 4.2; initial values: "standard deviation of 0.006"
     --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --init-method-std 0.006)
 batches=
-# The proxies' batches are 384 and 48 times smaller than the Report's first: the rate falls with the square root, as for
-# Adam in Malladi et al., arXiv:2205.10287; at 2.2e-4 proxy-2gpu's loss rises to 20 and its routing collapses.
-case $preset in proxy-2gpu) lr=1.1e-5 min_lr=1.1e-6 ;; proxy-8gpu) lr=3.2e-5 min_lr=3.2e-6 ;; *) lr=2.2e-4 min_lr=2.2e-5 ;; esac
+# The proxies' batches are 1536, 384 and 48 times smaller than the Report's first: the rate falls with the square root,
+# as for Adam in Malladi et al., arXiv:2205.10287; at 2.2e-4 proxy-2gpu's loss rises to 20 and its routing collapses.
+case $preset in
+    proxy-1gpu) lr=5.6e-6 min_lr=5.6e-7 ;;
+    proxy-2gpu) lr=1.1e-5 min_lr=1.1e-6 ;;
+    proxy-8gpu) lr=3.2e-5 min_lr=3.2e-6 ;;
+    *) lr=2.2e-4 min_lr=2.2e-5 ;;
+esac
 if [[ $preset != full ]] || given --train-iters; then # a short run: one cosine over its steps
     schedule=(--lr $lr --min-lr $min_lr --lr-decay-style cosine --lr-warmup-fraction 0.1)
     given --train-iters || given --train-samples || schedule+=(--train-iters 50)

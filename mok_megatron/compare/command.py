@@ -100,9 +100,8 @@ def run(args: argparse.Namespace, user: list[str]) -> int:
 def training_command(preset: Preset, dispatcher: str, steps: int, user: list[str]) -> list[str]:
     """The command line of one run."""
     words = ["bash", str(SCRIPT), "--preset", preset.name, "--dispatcher", dispatcher]
-    words += ["--train-iters", str(steps), "--log-memory-interval", str(steps)]
-    if dispatcher == "mok":
-        words += ["--log-mok"]  # times and memory of its kernels; what it costs counts against it
+    # Times of the MoE layers, and of mok's kernels their times and memory; what that costs counts against mok.
+    words += ["--train-iters", str(steps), "--log-memory-interval", str(steps), "--log-mok"]
     return [*words, *user]
 
 

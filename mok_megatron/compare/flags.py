@@ -197,7 +197,7 @@ def summary(preset: Preset, plan: Plan | None, dispatcher: str) -> str:
     sizes, cluster = plan.sizes, plan.request.cluster
     return (
         f"{preset.name} under {dispatcher}: TP {sizes.tp}, CP {sizes.cp}, EP {sizes.ep}, PP {sizes.pp}, DP {sizes.dp} "
-        f"on {sizes.world:,} GPUs of {cluster.title}; planned {plan.worst.total / 1e9:.0f} of "
+        f"on {sizes.world:,} GPU{'s' * (sizes.world > 1)} of {cluster.title}; planned {plan.worst.total / 1e9:.0f} of "
         f"{memory_limit(cluster) / 1e9:.0f} GB a GPU"
     )
 

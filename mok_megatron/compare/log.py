@@ -12,6 +12,7 @@ PEAK = re.compile(r"memory \(MB\) .*?max allocated: ([\d.]+)")
 SIZES = ("seq_length", "world_size", "micro_batch_size", "data_parallel_size", "pipeline_model_parallel_size")
 ARGUMENT = re.compile(rf"^ +({'|'.join(SIZES)}) \.+ (\d+)\s*$", re.MULTILINE)
 KERNELS = re.compile(r" mok of the last microbatch \|.*?forward \(ms\): ([\d.]+) \| backward \(ms\): ([\d.]+)")
+LAYERS = re.compile(r" MoE layers of the last microbatch \| forward \(ms\): ([\d.]+) \| backward \(ms\): ([\d.]+)")
 SYMMETRIC = re.compile(r" mok of the last microbatch \|.*?symmetric memory \(MB\): ([\d.]+)")
 WARM_UP = 5
 """Steps that the median leaves out, of a run with twice as many: first uses of libraries, kernels and memory."""
@@ -31,6 +32,7 @@ class Training:
         arguments: Megatron's sizes: seq_length, world_size, micro_batch_size, ...
         kernel_ms: of the fused layers, forward and backward, all layers of one microbatch; one entry a step, none
             without --log-mok or on the CPU.
+        moe_ms: of whole MoE layers, router and shared expert included, in the same way; none without --log-mok.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -40,6 +42,7 @@ class Training:
     peak_gb: float | None = None
     arguments: dict[str, int] = field(default_factory=dict)
     kernel_ms: list[float] = field(default_factory=list)
+    moe_ms: list[float] = field(default_factory=list)
 
     @property
     def step_ms(self) -> float:
@@ -53,9 +56,15 @@ class Training:
     @property
     def step_kernel_ms(self) -> float | None:
         """Of the fused layers' kernels in all microbatches of a step, from the median microbatch; None: not known."""
-        if not self.kernel_ms:
-            return None
-        return statistics.median(self.kernel_ms[self._skipped :]) * self.microbatches
+        return self._of_all_microbatches(self.kernel_ms)
+
+    @property
+    def step_moe_ms(self) -> float | None:
+        """Of whole MoE layers, likewise."""
+        return self._of_all_microbatches(self.moe_ms)
+
+    def _of_all_microbatches(self, times: list[float]) -> float | None:
+        return statistics.median(times[self._skipped :]) * self.microbatches if times else None
 
     @property
     def tokens_per_s(self) -> float:
@@ -79,6 +88,7 @@ class Training:
             "tokens_per_s_per_gpu": self.tokens_per_s,
             "tflops_per_gpu": self.step_tflops,
             "kernel_ms_per_step": self.step_kernel_ms,
+            "moe_ms_per_step": self.step_moe_ms,
             "peak_gb": self.peak_gb,
             "loss": self.loss,
             "milliseconds": self.milliseconds,
@@ -102,6 +112,7 @@ def read_log(text: str) -> Training:
         training.samples.append(int(fields["global batch size"]))
     peaks = [float(peak) * 2**20 / 1e9 for peak in PEAK.findall(text)]
     training.kernel_ms = [float(forward) + float(backward) for forward, backward in KERNELS.findall(text)]
+    training.moe_ms = [float(forward) + float(backward) for forward, backward in LAYERS.findall(text)]
     symmetric = max((float(megabytes) for megabytes in SYMMETRIC.findall(text)), default=0.0) * 2**20 / 1e9
     training.peak_gb = max(peaks) + symmetric if peaks and max(peaks) > 0 else None
     return training

@@ -172,7 +172,7 @@ def make_preset_plan(
     """
     if not preset.any_gpus and gpus != preset.gpus:
         raise PresetError(
-            f"--preset {preset.name} runs on {preset.gpus} GPUs, and {gpus} were found or asked for; choose another "
+            f"--preset {preset.name} runs on {preset.gpus} GPU{'s' * (preset.gpus > 1)}, and {gpus} were found or asked for; choose another "
             f"preset ({', '.join(PRESETS)}), or the GPUs with CUDA_VISIBLE_DEVICES"
         )
     asked = preset.request | {name: value for name, value in changes.items() if value is not None}

@@ -151,6 +151,13 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
             f"The kernels of the fused layers take {kernels:,.1f} ms of mok's step "
             f"({kernels / mok['ms_per_step']:.0%}), measured in that training by events around them."
         )
+    for name, result in results.items():
+        if result.get("moe_ms_per_step"):
+            moe, step = result["moe_ms_per_step"], result["ms_per_step"]
+            sentences.append(
+                f"Whole MoE layers, with router and shared expert, take {moe:,.1f} ms of a step under {name} "
+                f"({moe / step:.0%}); what is not MoE takes {step - moe:,.1f} ms ({1 - moe / step:.0%})."
+            )
     for name, part in summary.get("moe_layers", {}).items():
         share = part["moe_layers_of_mok_ms"] / mok["ms_per_step"]
         sentences.append(

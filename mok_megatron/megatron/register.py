@@ -96,7 +96,8 @@ def _add_mok_flags(module: Any) -> None:
             "--log-mok",
             action="store_true",
             help="At each log interval, write rows a rank, imbalance, evicted rows and kernel times of every fused MoE "
-            "layer to TensorBoard and W&B, and their sums to the log.",
+            "layer to TensorBoard and W&B, and their sums to the log; under mok_megatron.pretrain, to the log also the "
+            "time of whole MoE layers, whatever the dispatcher.",
         )
         return parser
 

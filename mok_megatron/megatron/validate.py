@@ -26,7 +26,7 @@ ELEMENTWISE_OPTIMIZERS = ("adam", "sgd", "lion")
 Megatron's others (muon, soap, ...) would silently fall back to Adam for a parameter that is not a matrix."""
 
 SMS_FOR_NCCL = 8
-"""SMs left free where Megatron overlaps data-parallel collectives with computation. Not measured."""
+"""SMs left free where Megatron overlaps data-parallel collectives with computation; how many are best: not measured."""
 
 TITLE = "--moe-token-dispatcher-type mok cannot run this configuration:"
 
@@ -100,16 +100,24 @@ def _say_once(line: str) -> None:
 
 
 def _leave_room_for_nccl(mok: MokConfig, args: argparse.Namespace) -> MokConfig:
-    """Keep SMs free where data-parallel collectives run beside the layer.
+    """Keep SMs free where data-parallel collectives run beside the layer, so that these go on while it runs.
 
-    The kernel's CTAs wait for peers. With every SM taken, a rank whose NCCL kernel started first and a peer whose MoE
-    layer started first would wait for each other. NCCL's channels need no other channel to be resident, so a few SMs
-    are enough for them to get through, one after another.
+    Nothing depends on it but speed: a launch ends also when others hold some of the SMs (docs/kernel.md, "Why it
+    cannot deadlock"), but a persistent kernel with every SM lets no other begin before its end.
     """
     overlaps = any(getattr(args, flag, False) for flag in ("overlap_grad_reduce", "overlap_param_gather"))
-    if not overlaps or mok.num_sms is not None or mok.reserved_sms is not None:
+    if not overlaps or not _has_replicas(args) or mok.num_sms is not None or mok.reserved_sms is not None:
         return mok
     return dataclasses.replace(mok, reserved_sms=SMS_FOR_NCCL)
+
+
+def _has_replicas(args: argparse.Namespace) -> bool:
+    """Whether a parameter is held by several ranks, experts or others, so that gradients are reduced at all."""
+    stage = getattr(args, "world_size", 0) // (getattr(args, "pipeline_model_parallel_size", 1) or 1)
+    tensor = getattr(args, "tensor_model_parallel_size", 1) or 1
+    expert_tensor = getattr(args, "expert_tensor_parallel_size", None) or tensor
+    expert = expert_tensor * (getattr(args, "expert_model_parallel_size", 1) or 1)
+    return not tensor == expert == stage
 
 
 def _settings(config: Any, problems: Problems) -> MokConfig | None:

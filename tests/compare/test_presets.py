@@ -62,6 +62,13 @@ def test_proxy_has_the_described_shape(capsys):
     assert not {"--moe-router-num-groups", "--moe-router-group-topk", "--mtp-num-layers"} & set(words)
 
 
+def test_proxy_of_one_gpu_is_that_of_two_with_all_experts_on_it(capsys):
+    one, two = (words_of(capsys, "--preset", preset) for preset in ("proxy-1gpu", "proxy-2gpu"))
+    sizes = {"--expert-model-parallel-size": ("1", "2"), "--global-batch-size": ("2", "8")}
+    assert {flag: (value(one, flag), value(two, flag)) for flag in sizes} == sizes
+    assert {a for a, b in zip(one, two, strict=True) if a != b} == {"1", "2"}
+
+
 def test_proxy_of_8_keeps_groups_and_mtp(capsys):
     words = words_of(capsys, "--preset", "proxy-8gpu")
     assert value(words, "--moe-router-num-groups") == "8" and value(words, "--mtp-num-layers") == "1"
@@ -111,6 +118,7 @@ def test_a_batch_schedule_replaces_the_global_batch(capsys):
     [
         (("--preset", "ful"), ("'ful' is unknown", "proxy-2gpu")),
         (("--preset", "proxy-2gpu", "--gpus", "1"), ("runs on 2 GPUs, and 1 were found",)),
+        (("--preset", "proxy-1gpu", "--gpus", "2"), ("runs on 1 GPU, and 2 were found", "proxy-2gpu")),
         (("--preset", "tiny", "--gpus", "3"), ("2 CPU processes",)),
         (("--cluster", "hgx_h200_8gpu"), ("--expert-model-parallel-size 64 does not fit", "NVLink domain", "2, 4, 8")),
         (("--gpus", "64"), ("memory", "--gpus 128")),

@@ -60,6 +60,14 @@ def test_a_nan_is_an_infinite_difference(trained):
     assert summary["results"]["mok"]["max_rel_loss_diff"] == math.inf
 
 
+def test_the_rest_of_a_step_is_told_for_each_dispatcher(trained):
+    trained["mok"].moe_ms, trained["alltoall"].moe_ms = [50.0] * 12, [125.0] * 12
+    sentences = report.conclusions(report.summarize(PRESETS["proxy-2gpu"], trained, {}))
+    for name, moe, share, rest in (("mok", "200.0", "33%", "400.0"), ("alltoall", "500.0", "56%", "400.0")):
+        found = [text for text in sentences if f"{moe} ms of a step under {name} ({share})" in text]
+        assert len(found) == 1 and f"not MoE takes {rest} ms" in found[0]
+
+
 def test_table_and_markdown_show_every_figure(trained):
     summary = complete(trained, {"hybridep": "the package deep_ep is not installed"})
     expected = ["mok", "600.0", "27,307", "400.0", "45.0", "9.000000", "8.100000", "7.900000", "4.0e-03"]

@@ -164,6 +164,19 @@ def test_sms_are_left_to_overlapped_collectives(monkeypatch: pytest.MonkeyPatch,
     assert mok_config(config).reserved_sms is None
     parsed_arguments(monkeypatch, **{flag: True})
     assert mok_config(config).reserved_sms == SMS_FOR_NCCL > 0
+    alone = {"world_size": 1, "tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}
+    parsed_arguments(monkeypatch, **{flag: True}, **alone)
+    assert mok_config(config).reserved_sms is None  # nothing is reduced
+    for sizes, reserved in (
+        ({"world_size": 2}, SMS_FOR_NCCL),
+        ({"world_size": 2, "expert_model_parallel_size": 2}, SMS_FOR_NCCL),  # the rest of the model has two replicas
+        ({"world_size": 2, "pipeline_model_parallel_size": 2}, None),
+        ({"world_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, SMS_FOR_NCCL),
+        ({"world_size": 2, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2,
+          "expert_tensor_parallel_size": 1}, None),
+    ):  # fmt: skip
+        parsed_arguments(monkeypatch, **{flag: True}, **(alone | sizes))
+        assert mok_config(config).reserved_sms == reserved, sizes
     for given in ({"mok_reserved_sms": 0}, {"mok_num_sms": 100}):  # what the user says goes
         parsed_arguments(monkeypatch, **{flag: True}, **given)
         assert mok_config(config).reserved_sms == given.get("mok_reserved_sms")

@@ -111,7 +111,7 @@ def test_simulate(basis: list[str], more: list[str]) -> None:
 
 
 RECIPE = {
-    "--preset": st.sampled_from(["full", "proxy-8gpu", "proxy-2gpu", "tiny", "tiny", "none"]),
+    "--preset": st.sampled_from(["full", "proxy-8gpu", "proxy-2gpu", "proxy-1gpu", "tiny", "tiny", "none"]),
     "--dispatcher": st.sampled_from(["mok", "alltoall", "hybridep", "deepep", "mokk"]),
     "--gpus": numbers,
     "--gpus-per-node": numbers,
