@@ -171,9 +171,10 @@ def make_preset_plan(
         MokConfigError: the preset needs another number of GPUs, or no plan fits.
     """
     if not preset.any_gpus and gpus != preset.gpus:
+        needed = f"{preset.gpus} GPU{'s' * (preset.gpus > 1)}"
         raise PresetError(
-            f"--preset {preset.name} runs on {preset.gpus} GPU{'s' * (preset.gpus > 1)}, and {gpus} were found or asked for; choose another "
-            f"preset ({', '.join(PRESETS)}), or the GPUs with CUDA_VISIBLE_DEVICES"
+            f"--preset {preset.name} runs on {needed}, and {gpus} were found or asked for; choose another preset "
+            f"({', '.join(PRESETS)}), or the GPUs with CUDA_VISIBLE_DEVICES"
         )
     asked = preset.request | {name: value for name, value in changes.items() if value is not None}
     try:
