@@ -33,6 +33,9 @@ LIMIT = 1e-3
 FP8_LIMIT = 1e-2
 """The same in FP8: weight gradients are products of bf16 under mok, of FP8 under alltoall."""
 HOST = "host time of a layer"
+STEPS = 200
+LONG = f"{STEPS} steps"
+GENTLE = "--lr 1e-4 --min-lr 1e-5 --lr-warmup-iters 20 --global-batch-size 2".split()
 SAVED = 2
 """Steps after which a checkpoint is written; a run has three times as many."""
 SHARED = """
@@ -158,6 +161,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, action in continued(flags, args.data).items():
         if wanted(name):
             settle(name, action)
+    if on_gpus and wanted(LONG):
+        settle(LONG, partial(long_training, flags))
     if on_gpus and wanted(HOST):
         settle(HOST, partial(host_times, flags))
     features(LATER)
@@ -200,6 +205,21 @@ def check(
     if len(losses[0]) != steps:
         return {"verdict": f"{len(losses[0])} of {steps} steps", "difference": 0.0, "against": dispatcher, "s": 0.0}
     return verdict(*losses, feature.limit, start, dispatcher)
+
+
+def long_training(flags: list[str]) -> dict[str, Any]:
+    """`STEPS` steps at a gentle rate, against alltoall; and how far other dispatchers of Megatron, which compute the
+    same with other roundings, come away from alltoall by themselves (`others`)."""
+    begin = time.perf_counter()
+    flags = [*flags, *GENTLE, "--train-iters", str(STEPS), "--expert-model-parallel-size", str(min(2, ranks()))]
+    ours, theirs, fused, allgather = (
+        train([*flags, "--use-distributed-optimizer", "--moe-token-dispatcher-type", *words.split()])
+        for words in ("mok", "alltoall", "alltoall --moe-permute-fusion", "allgather")
+    )
+    others = {"alltoall with fused permutation": fused, "allgather": allgather}
+    return verdict(ours, theirs, LIMIT, begin, "alltoall") | {
+        "others": {name: verdict(losses, theirs, LIMIT, begin)["difference"] for name, losses in others.items()}
+    }
 
 
 def continued(flags: list[str], folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
