@@ -62,30 +62,38 @@ class Fp8BackwardProgram : public BackwardProgram {
   __device__ __forceinline__ bool compute(Tile const& t, SharedMemory& s, ProductCursor& cursor, int thread,
                                           TileTimes& times) const {
     if (!in_fp8(t)) return BackwardProgram::compute(t, s, cursor, thread, times);
-    Accumulator acc;
-    float weight[2];
-    float* sums[2];
-    if (t.kind == kDHidden) prefetch_dhidden(dhidden_output(t, thread, weight, sums), thread);
-    if (!multiply_fp8(acc, s.stages, s.pipeline, cursor, t.k_tiles, scales(t, thread), thread, s.waiter))
-      return false;
-    times.multiplied();
-    // Only now is it found out where things go: beside the product there are no registers to keep that in.
+    // Where things go is found out before the product, so that these loads are not waited for after it.
     int w = width(false);
-    if (t.kind == kFc1) {
-      store_fc1(acc, {gate_up(false) + size_t(t.row) * 2 * w, nullptr, w, kTileRows, t.col}, thread);
-    } else if (t.kind == kDHidden) {
-      size_t bytes = scaled_row_bytes(2 * w);
+    if (t.kind == kDHidden) {
+      float weight[2];
+      float* sums[2];
       DHiddenOutput const out = dhidden_output(t, thread, weight, sums);
+      prefetch_dhidden(out, thread);
+      Accumulator acc;
+      if (!product(acc, t, s, cursor, thread)) return false;
+      times.multiplied();
+      size_t bytes = scaled_row_bytes(2 * w);
       store_scaled_dhidden(acc, out, {scaled_dgate_up() + t.row * bytes, bytes}, weight, sums, thread);
-    } else {
+    } else if (t.kind == kDx) {
       __nv_bfloat16* dst[2];
       dx_rows(t, thread, dst);
+      Accumulator acc;
+      if (!product(acc, t, s, cursor, thread)) return false;
+      times.multiplied();
       store_rows(acc, dst, t.col, hidden(), thread);
+    } else {
+      Accumulator acc;
+      if (!product(acc, t, s, cursor, thread)) return false;
+      times.multiplied();
+      store_fc1(acc, {gate_up(false) + size_t(t.row) * 2 * w, nullptr, w, kTileRows, t.col}, thread);
     }
     return true;
   }
 
  private:
+  __device__ __forceinline__ bool product(Accumulator& acc, Tile const& t, SharedMemory& s, ProductCursor& cursor, int thread) const {
+    return multiply_fp8(acc, s.stages, s.pipeline, cursor, t.k_tiles, scales(t, thread), thread, s.waiter);
+  }
   __device__ char* scaled_dgate_up() const { return p_.common.local<char>(p_.common.at.scaled_dgate_up); }
 
   __device__ BlockScales scales(Tile const& t, int thread) const {

@@ -29,12 +29,13 @@ class Fp8ForwardProgram : public ForwardProgram {
                                           TileTimes& times) const {
     if (t.shared) return ForwardProgram::compute(t, s, cursor, thread, times);
     Accumulator acc;
+    // Found out before the product, so that the loads are not waited for after it.
+    __nv_bfloat16* dst[2];
+    if (t.kind == kFc2) fc2_rows(t, thread, dst);
     if (!multiply_fp8(acc, s.stages, s.pipeline, cursor, t.k_tiles, scales(t, thread), thread, s.waiter))
       return false;
     times.multiplied();
     if (t.kind == kFc2) {
-      __nv_bfloat16* dst[2];
-      fc2_rows(t, thread, dst);
       store_rows(acc, dst, t.col, p_.common.shape.hidden, thread);
     } else {
       int w = p_.common.shape.intermediate;

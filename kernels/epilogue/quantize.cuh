@@ -88,6 +88,8 @@ __device__ __forceinline__ void store_scaled_block(uint32_t const (&words)[16], 
 __device__ __forceinline__ void store_scaled_dhidden(Accumulator& acc, DHiddenOutput const& out, ScaledGradientOutput const& scaled,
                                                      float const (&weight)[2], float* const (&row_sum)[2], int thread) {
   float sum = 0.f;
+  bool const there[2] = {row_sum[0] != nullptr, row_sum[1] != nullptr};
+  GateUp next = load_gate_up(out, there, 0, thread);
 #pragma unroll 1
   for (int part = 0; part < 4; ++part) {
     int half = part / 2, row = accumulator_row(thread, half), block = out.col + part % 2 * kScaleBlock;
@@ -96,14 +98,14 @@ __device__ __forceinline__ void store_scaled_dhidden(Accumulator& acc, DHiddenOu
     bool exists = block < out.width;  // alike in all threads
     bool real = half == 0 ? row_sum[0] != nullptr : row_sum[1] != nullptr;
     uint32_t dgate[16], dup[16];
+    GateUp now;
     if (exists) {
 #pragma unroll
       for (int g = 0; g < 4; ++g) {
         int col = block + g * 32 + thread % 4 * 8;
-        // Padding rows become zeros, as in bf16.
-        uint4 const zero = make_uint4(0, 0, 0, 0);
-        uint4 const gates = real ? ptx::load_l2(out.gate_up + wide + col) : zero;
-        uint4 const ups = real ? ptx::load_l2(out.gate_up + wide + out.width + col) : zero;
+        // Two groups ahead.
+        if (g % 2 == 0) now = next, next = load_gate_up(out, there, 2 * part + g / 2 + 1, thread);
+        uint4 const gates = now.gate[g % 2], ups = now.up[g % 2];
         uint32_t const gate[4] = {gates.x, gates.y, gates.z, gates.w}, up[4] = {ups.x, ups.y, ups.z, ups.w};
         float d0[4], d1[4];
 #pragma unroll
@@ -124,6 +126,8 @@ __device__ __forceinline__ void store_scaled_dhidden(Accumulator& acc, DHiddenOu
       char* to = scaled.dgate_up + row * scaled.row_bytes;
       store_scaled_block(dgate, to, 2 * out.width, block, thread);
       store_scaled_block(dup, to, 2 * out.width, out.width + block, thread);
+    } else {
+      next = load_gate_up(out, there, 2 * part + 2, thread);
     }
     if (part % 2 == 1) {
       sum = quad_sum(sum);

@@ -31,14 +31,12 @@ struct alignas(1024) Stages {
 
 struct Pipeline {
   uint64_t full[kStages], empty[kStages];
-  uint64_t turn[2];  // of the warp groups: sm90_fp8.cuh
 
   __device__ __forceinline__ void init() {
     for (int i = 0; i < kStages; ++i) {
       ptx::barrier_init(full + i, 1);
       ptx::barrier_init(empty + i, kConsumerWarps);
     }
-    for (uint64_t& t : turn) ptx::barrier_init(&t, kConsumerWarps / 2);
   }
 };
 __device__ __forceinline__ void begin_products(Pipeline&) {}

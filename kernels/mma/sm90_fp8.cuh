@@ -3,9 +3,7 @@
 // A row of A has one scale for each 128 values of K, B one for each 128 columns and 128 of K. The tensor cores sum the
 // 128 products of a block; the sum is multiplied by both scales and added in fp32: their own accumulators keep fewer
 // bits than fp32, and the scales change from block to block anyway. One half of the columns at a time, in 64 registers
-// beside the 128 of the tile; while one warp group adds, the other's products run. The warp groups take turns: left to
-// themselves, both come to wait and to add at the same time (measured alone, 1314 TFLOP/s with turns against 1193 on
-// 16384 x 4096 x 7168; without the additions 1427).
+// beside the 128 of the tile; while one warp group adds, the other's products run.
 //
 // Stages are those of sm90.cuh: 128 bytes along K, in the same swizzle.
 #pragma once
@@ -46,9 +44,6 @@ struct ScaleGroup {
 };
 
 // acc = A * B over `blocks` stages. Element order of `acc` as in sm90.cuh. False: the launch was stopped.
-//
-// Turns are a barrier a warp group. A group waits for the other's pass before it issues a half, and passes when it has
-// issued it; the first group's first turn needs none. Two halves a block: at its start parities are as at the beginning.
 __device__ __forceinline__ bool multiply_fp8(Accumulator& acc, Stages& stages, Pipeline& pipeline,
                                              StageCursor& cursor, int blocks, BlockScales const& scales, int thread,
                                              Waiter const& waiter) {
@@ -61,7 +56,7 @@ __device__ __forceinline__ bool multiply_fp8(Accumulator& acc, Stages& stages, P
   auto fragments_b = slice.make_fragment_B(slice.partition_B(make_tensor(make_smem_ptr(b), sm90::E4m3Layout<kTileCols>{})));
   auto sum = partition_fragment_C(mma, Shape<Int<kTileRows>, Int<kTileCols / 2>>{});
   clear(acc);
-  int lane = thread % 32, group = thread / 128;
+  int lane = thread % 32;
   ScaleGroup next;
   next.load(scales, lane % 4, blocks);
 #pragma unroll 1
@@ -74,11 +69,6 @@ __device__ __forceinline__ bool multiply_fp8(Accumulator& acc, Stages& stages, P
       if (!waiter.barrier(pipeline.full + cursor.index, cursor.parity)) return false;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float column = __shfl_sync(0xffffffffu, now.columns[half], i, 4);
-        float scale[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) scale[r] = __shfl_sync(0xffffffffu, now.rows[r], i, 4) * column;
-        if (!waiter.barrier(pipeline.turn + group, half ^ group ^ 1)) return false;
         mma.accumulate_ = GMMA::ScaleOut::Zero;
         warpgroup_fence_operand(sum);
         warpgroup_arrive();
@@ -88,7 +78,11 @@ __device__ __forceinline__ bool multiply_fp8(Accumulator& acc, Stages& stages, P
           mma.accumulate_ = GMMA::ScaleOut::One;
         }
         warpgroup_commit_batch();
-        if (lane == 0) ptx::barrier_arrive(pipeline.turn + (group ^ 1));
+        // Beside the products, and not before them: whatever comes between two halves is time of the tensor cores.
+        float column = __shfl_sync(0xffffffffu, now.columns[half], i, 4);
+        float scale[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) scale[r] = __shfl_sync(0xffffffffu, now.rows[r], i, 4) * column;
         warpgroup_wait<0>();
         warpgroup_fence_operand(sum);
         if (half == 1 && lane == 0) ptx::barrier_arrive(pipeline.empty + cursor.index);
