@@ -12,7 +12,7 @@ PEAK = re.compile(r"memory \(MB\) .*?max allocated: ([\d.]+)")
 SIZES = ("seq_length", "world_size", "micro_batch_size", "data_parallel_size", "pipeline_model_parallel_size")
 ARGUMENT = re.compile(rf"^ +({'|'.join(SIZES)}) \.+ (\d+)\s*$", re.MULTILINE)
 KERNELS = re.compile(r" mok of the last microbatch \|.*?forward \(ms\): ([\d.]+) \| backward \(ms\): ([\d.]+)")
-LAYERS = re.compile(r" MoE layers of the last microbatch \| forward \(ms\): ([\d.]+) \| backward \(ms\): ([\d.]+)")
+LAYERS = re.compile(r" MoE layers of a step \| forward \(ms\): ([\d.]+) \| backward \(ms\): ([\d.]+)")
 SYMMETRIC = re.compile(r" mok of the last microbatch \|.*?symmetric memory \(MB\): ([\d.]+)")
 WARM_UP = 5
 """Steps that the median leaves out, of a run with twice as many: first uses of libraries, kernels and memory."""
@@ -32,7 +32,8 @@ class Training:
         arguments: Megatron's sizes: seq_length, world_size, micro_batch_size, ...
         kernel_ms: of the fused layers, forward and backward, all layers of one microbatch; one entry a step, none
             without --log-mok or on the CPU.
-        moe_ms: of whole MoE layers, router and shared expert included, in the same way; none without --log-mok.
+        moe_ms: of whole MoE layers, router and shared expert included, in all microbatches of a step; none without
+            --log-mok.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -56,15 +57,14 @@ class Training:
     @property
     def step_kernel_ms(self) -> float | None:
         """Of the fused layers' kernels in all microbatches of a step, from the median microbatch; None: not known."""
-        return self._of_all_microbatches(self.kernel_ms)
+        if not self.kernel_ms:
+            return None
+        return statistics.median(self.kernel_ms[self._skipped :]) * self.microbatches
 
     @property
     def step_moe_ms(self) -> float | None:
-        """Of whole MoE layers, likewise."""
-        return self._of_all_microbatches(self.moe_ms)
-
-    def _of_all_microbatches(self, times: list[float]) -> float | None:
-        return statistics.median(times[self._skipped :]) * self.microbatches if times else None
+        """Of whole MoE layers, in the median step; what reduces or checks gradients meanwhile counts too."""
+        return statistics.median(self.moe_ms[self._skipped :]) if self.moe_ms else None
 
     @property
     def tokens_per_s(self) -> float:

@@ -22,10 +22,10 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Clock:
-    """The marks of each layer's last microbatch."""
+    """The marks of all layers and microbatches since they were last taken."""
 
     def __init__(self) -> None:
-        self._marks: dict[tuple[int, str], tuple[Mark, Mark]] = {}
+        self._marks: dict[str, list[tuple[Mark, Mark]]] = {}
 
     def timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`MoELayer.forward` with marks around it and, by hooks on its input and output, around its backward."""
@@ -35,32 +35,29 @@ class Clock:
             begin = _mark()
             result = forward(layer, hidden_states, *args, **kwargs)
             output = result[0] if isinstance(result, tuple) else result
-            self._keep(layer, "forward", begin)
+            self._keep("forward", begin)
             if isinstance(output, Tensor) and output.requires_grad and hidden_states.requires_grad:
                 started: list[Mark | None] = []
                 output.register_hook(lambda gradient: started.append(_mark()))
-                hidden_states.register_hook(lambda gradient: self._keep(layer, "backward", started.pop()))
+                hidden_states.register_hook(lambda gradient: self._keep("backward", started.pop()))
             return result
 
         return call
 
-    def _keep(self, layer: Any, direction: str, begin: Mark | None) -> None:
+    def _keep(self, direction: str, begin: Mark | None) -> None:
         end = _mark()
         if begin is not None and end is not None:
-            self._marks[id(layer), direction] = (begin, end)
+            self._marks.setdefault(direction, []).append((begin, end))
 
-    def milliseconds(self) -> dict[str, float]:
-        """Sum over this rank's layers by direction; empty before a layer has run both."""
-        found = {
-            name: [_between(*marks) for (_, direction), marks in self._marks.items() if direction == name]
-            for name in DIRECTIONS
-        }
-        return {name: sum(times) for name, times in found.items()} if all(found.values()) else {}
+    def take(self) -> dict[str, list[tuple[Mark, Mark]]]:
+        """The marks by direction; it starts anew."""
+        found, self._marks = self._marks, {}
+        return found
 
 
 @contextlib.contextmanager
 def logged() -> Iterator[None]:
-    """Add a line to Megatron's log: milliseconds of the last rank's MoE layers in the last microbatch."""
+    """Add a line to Megatron's log: milliseconds a step of the last rank's MoE layers, in all microbatches."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.training import training
 
@@ -68,10 +65,10 @@ def logged() -> Iterator[None]:
 
     def training_log(losses: Any, totals: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
         result = original(losses, totals, rate, iteration, *args, **kwargs)
-        times = clock.milliseconds() if iteration % training.get_args().log_interval == 0 else {}
-        if times:
-            figures = " | ".join(f"{name} (ms): {value:.2f}" for name, value in times.items())
-            training.print_rank_last(f" MoE layers of the last microbatch | {figures} |")
+        marks = clock.take()  # at every step, so that none pile up
+        if iteration % training.get_args().log_interval == 0 and all(name in marks for name in DIRECTIONS):
+            figures = " | ".join(f"{name} (ms): {sum(_between(*m) for m in marks[name]):.2f}" for name in DIRECTIONS)
+            training.print_rank_last(f" MoE layers of a step | {figures} |")
         return result
 
     with (

@@ -61,7 +61,7 @@ def test_a_nan_is_an_infinite_difference(trained):
 
 
 def test_the_rest_of_a_step_is_told_for_each_dispatcher(trained):
-    trained["mok"].moe_ms, trained["alltoall"].moe_ms = [50.0] * 12, [125.0] * 12
+    trained["mok"].moe_ms, trained["alltoall"].moe_ms = [200.0] * 12, [500.0] * 12
     sentences = report.conclusions(report.summarize(PRESETS["proxy-2gpu"], trained, {}))
     for name, moe, share, rest in (("mok", "200.0", "33%", "400.0"), ("alltoall", "500.0", "56%", "400.0")):
         found = [text for text in sentences if f"{moe} ms of a step under {name} ({share})" in text]
