@@ -25,6 +25,8 @@ struct BackwardParams {
 int map_shared_backward(BackwardParams& p, MokWorkspace const& w);
 // Host: the launch where the operands are E4M3 with block scales.
 int backward_fp8(MokWorkspace const& w, MokSchedule const& sched, MokBackward const& b, cudaStream_t stream);
+// Host: the launch in MXFP8, all of whose operands are bf16 numbers.
+int launch_backward_mxfp8(BackwardParams const& p, int ctas, cudaStream_t stream);
 
 class BackwardProgram {
  public:
@@ -43,7 +45,7 @@ class BackwardProgram {
 
   __device__ Common const& common() const { return p_.common; }
   __device__ void const* map(int i) const { return p_.maps + i; }
-  static constexpr bool kForward = false, kExpands = false;
+  static constexpr bool kForward = false, kExpands = false, kPullsMx = false;
   static constexpr int kProducerRegisters = mok::kProducerRegisters, kConsumerRegisters = mok::kConsumerRegisters;
   static __device__ bool b_major_k(Tile const& t) { return t.kind == kFc1; }
   __device__ bool evicts() const { return false; }

@@ -23,12 +23,15 @@ extern "C" int mok_forward(MokWorkspace const* w, MokSchedule const* sched, MokF
   MokShape const& s = w->shape;
   ForwardParams p{{}, make_common(*w, *sched, f->tokens, w->forward_comm_ctas, true), *f};
   auto* scratch = static_cast<char*>(w->scratch);
+  bool mx = is_mxfp8(s);
+  void const *w1 = mx ? f->scaled.w1 : f->w1, *w2 = mx ? f->scaled.w2 : f->w2;
   int e = map_k_major(p.maps + kXRows, f->x_rows, s.ring_rows, s.hidden, kTileRows, 1);
-  if (!e) e = map_gate_up(p.maps + kW1, f->w1, s.intermediate, s.hidden, s.experts_local);
+  if (!e) e = map_gate_up(p.maps + kW1, w1, s.intermediate, s.hidden, s.experts_local);
   if (!e) e = map_k_major(p.maps + kHidden, scratch + p.common.at.hidden, s.ring_rows, s.intermediate, kTileRows, 1);
-  if (!e) e = map_k_major(p.maps + kW2, f->w2, s.hidden, s.intermediate, kTileCols, s.experts_local);
+  if (!e) e = map_k_major(p.maps + kW2, w2, s.hidden, s.intermediate, kTileCols, s.experts_local);
   if (!e) e = map_shared_forward(p, *w);
   if (e) return e;
+  if (mx) return launch_forward_mxfp8(p, w->num_ctas, static_cast<cudaStream_t>(stream));
   return launch("the forward megakernel", megakernel<ForwardProgram>, p, w->num_ctas, kThreads, sizeof(SharedMemory),
                 static_cast<cudaStream_t>(stream));
 }

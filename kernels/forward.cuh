@@ -18,6 +18,8 @@ struct ForwardParams {
 int map_shared_forward(ForwardParams& p, MokWorkspace const& w);
 // Host: the launch where the operands are E4M3 with block scales.
 int forward_fp8(MokWorkspace const& w, MokSchedule const& sched, MokForward const& f, cudaStream_t stream);
+// Host: the launch in MXFP8, all of whose operands are bf16 numbers.
+int launch_forward_mxfp8(ForwardParams const& p, int ctas, cudaStream_t stream);
 
 class ForwardProgram {
  public:
@@ -34,7 +36,7 @@ class ForwardProgram {
 
   __device__ Common const& common() const { return p_.common; }
   __device__ void const* map(int i) const { return p_.maps + i; }
-  static constexpr bool kForward = true, kExpands = false;
+  static constexpr bool kForward = true, kExpands = false, kPullsMx = false;
   static constexpr int kProducerRegisters = mok::kProducerRegisters, kConsumerRegisters = mok::kConsumerRegisters;
   static __device__ bool b_major_k(Tile const&) { return true; }
   // Whether the backward will have to pull x again.
@@ -135,6 +137,13 @@ class ForwardProgram {
       store_rows(acc, dst, t.col, h, thread);
       return true;
     }
+    store_fc1(acc, fc1_output(t), thread);
+    return true;
+  }
+
+  // Where an FC1 tile goes.
+  __device__ __forceinline__ Fc1Output fc1_output(Tile const& t) const {
+    Common const& c = p_.common;
     int width = t.shared ? c.shape.shared_intermediate : c.shape.intermediate;
     Fc1Output out;
     out.gate_up = static_cast<__nv_bfloat16*>(t.shared ? p_.f.shared_gate_up : p_.f.gate_up) + size_t(t.row) * 2 * width;
@@ -142,8 +151,7 @@ class ForwardProgram {
     out.width = width;
     out.rows = t.shared ? c.tokens - t.row : kTileRows;
     out.col = t.col;
-    store_fc1(acc, out, thread);
-    return true;
+    return out;
   }
 
   // Where the thread's rows of an FC2 tile go; null if nowhere.

@@ -8,10 +8,16 @@ namespace mok {
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// A row of E4M3 values with its scales behind it, one fp32 for 128 values.
+// A row of FP8 values with its scales behind it: one fp32 for 128 values, or in MXFP8 a byte for 32.
 constexpr size_t scaled_row_bytes(int values) { return values + size_t(values / 32 + 15) / 16 * 16; }
 
+constexpr bool is_mxfp8(MokShape const& s) { return s.format == MOK_FORMAT_MXFP8 || s.format == MOK_FORMAT_MXFP8_E5M2; }
+
 // What is dispatched of a token.
+inline size_t dispatched_bytes(MokShape const& s) {
+  return s.format == MOK_FORMAT_BF16 ? size_t(s.hidden) * 2 : scaled_row_bytes(s.hidden);
+}
+// A dispatched row where it arrives: MXFP8 becomes bf16 on the way.
 inline size_t row_bytes(MokShape const& s) {
   return s.format == MOK_FORMAT_FP8_BLOCK ? scaled_row_bytes(s.hidden) : size_t(s.hidden) * 2;
 }
@@ -79,7 +85,7 @@ struct SymmetricLayout {
 
   explicit SymmetricLayout(MokShape const& s) {
     Allocator a;
-    size_t routes = size_t(s.max_tokens) * s.topk, row = row_bytes(s);
+    size_t routes = size_t(s.max_tokens) * s.topk, row = dispatched_bytes(s);
     // In bf16 a rank alone pulls its input from where it is; in FP8 it has to be quantised.
     bool staged = s.ranks > 1 || s.format != MOK_FORMAT_BF16;
     routes_flag = a.take(s.ranks * 4ull);
@@ -109,6 +115,7 @@ struct ScratchLayout {
   size_t dgate_up, dy_rows;                   // [ring_rows, 2I], [ring_rows, H] bf16
   // With block scales: rows of E4M3, and x as bf16 for the weight gradients.
   size_t scaled_dgate_up, scaled_dy_rows;     // [ring_rows] scaled rows of 2I and H values
+  size_t rounded_dgate_up;                    // in MXFP8: [ring_rows, 2I] bf16, as dX reads it
   size_t wide_x_rows;                         // [ring_rows, H] bf16
   size_t shared_hidden, shared_dgate_up, shared_out;  // [max_tokens, Is], [.., 2Is], [.., H] bf16
   size_t shared_dscale;                       // [max_tokens, column tiles of Is] f32
@@ -138,6 +145,7 @@ struct ScratchLayout {
     bool scaled = s.format == MOK_FORMAT_FP8_BLOCK;
     scaled_dgate_up = a.take(scaled ? ring * scaled_row_bytes(2 * s.intermediate) : 0);
     scaled_dy_rows = a.take(scaled ? ring * scaled_row_bytes(s.hidden) : 0);
+    rounded_dgate_up = a.take(is_mxfp8(s) ? ring * i * 4 : 0);
     wide_x_rows = a.take(scaled ? ring * h * 2 : 0);
     shared_hidden = a.take(tokens * is * 2);
     shared_dgate_up = a.take(tokens * is * 4);

@@ -10,7 +10,7 @@
 // peers' inputs and for earlier tiles: so the earliest unfinished tile can always go on.
 #pragma once
 #include "comm/finish.cuh"
-#include "comm/pull.cuh"
+#include "comm/pull_mxfp8.cuh"
 #include "mma/product.cuh"
 #include "params.cuh"
 #include "scheduler/tile.cuh"
@@ -121,6 +121,11 @@ template <class Program>
 __device__ __forceinline__ void pull_rows(Program const& program, SharedMemory& s, int ring) {
   char* memory = ring == 0 ? s.pull_ring : reinterpret_cast<char*>(&s.stages) + (ring - 1) * kPullRingBytes;
   Common const& c = program.common();
+  if constexpr (Program::kPullsMx) {
+    pull_expanded<4, true>(c, s.waiter, &c.counters().next_pull.value, [&](uint32_t n, PullJob& job) { return program.pull_job(n, job); },
+                           [] { return false; });
+    return;
+  }
   Puller puller(c, memory, s.pull_slots[ring], s.pull_full[ring], s.waiter);
   puller.template run<Program::kExpands>(&c.counters().next_pull.value, [&](uint32_t n, PullJob& job) { return program.pull_job(n, job); });
 }
@@ -144,14 +149,16 @@ __device__ __forceinline__ uint32_t multiply_tiles(Program const& program, Share
   ProductCursor cursor;
   Common const& c = program.common();
   auto pull = [&](uint64_t* tile, uint32_t parity) {
-    return pull_until<Program::kExpands>(
-        c, s.waiter, &c.counters().next_pull.value, [&](uint32_t n, PullJob& job) { return program.pull_job(n, job); },
-        [&] { return __any_sync(0xffffffffu, thread % 32 == 0 && ptx::barrier_try_wait(tile, parity)); });
+    auto job = [&](uint32_t n, PullJob& job) { return program.pull_job(n, job); };
+    auto enough = [&] { return __any_sync(0xffffffffu, thread % 32 == 0 && ptx::barrier_try_wait(tile, parity)); };
+    uint32_t* next = &c.counters().next_pull.value;
+    if constexpr (Program::kPullsMx) return pull_expanded<8, false>(c, s.waiter, next, job, enough);
+    else return pull_until<Program::kExpands>(c, s.waiter, next, job, enough);
   };
   bool more = program.pulls_freely() && pull(s.tile_full, 0);
   for (uint32_t n = 0;; ++n) {
     uint32_t slot = n % kTileSlots, parity = n / kTileSlots % 2;
-    // Weight gradients wait for rows to be expanded.
+    // In FP8 a tile may wait for rows to be expanded.
     if (Program::kExpands && more && n > 0) more = pull(s.tile_full + slot, parity);
     TileTimes times(c, thread, n);
     if (!s.waiter.barrier(s.tile_full + slot, parity)) return n;

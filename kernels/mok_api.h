@@ -36,6 +36,10 @@ typedef enum MokFormat {
   // E4M3 with fp32 scales that are powers of two, one for 1x128 values of a row, 128x128 of a weight. H and I are
   // multiples of 128. Weight gradients have bf16 operands, and the shared expert is bf16.
   MOK_FORMAT_FP8_BLOCK = 1,
+  // MXFP8, dispatched as such and expanded to bf16, exactly, for bf16 products. Weight gradients have bf16 operands, and
+  // the shared expert is bf16.
+  MOK_FORMAT_MXFP8 = 2,
+  MOK_FORMAT_MXFP8_E5M2 = 3,  // likewise, with gradients (dY, d(gate, up)) in E5M2
 } MokFormat;
 
 // Written once, by the first thread that gives up. Lives in pinned host memory, zeroed by the host.
@@ -108,7 +112,9 @@ typedef struct MokSchedule {
   int32_t* info;            // [3]: rows in use (padding included), max T over the ranks, x is needed again
 } MokSchedule;
 
-// Expert weights in E4M3 with one fp32 scale for 128 x 128 values, both ways round. Null in bf16.
+// Expert weights in E4M3 with one fp32 scale for 128 x 128 values, both ways round. Null in bf16. In MXFP8 w1 and w2 are
+// the bf16 numbers that MXFP8 has, with blocks along a row; w1_t and w2_t, with blocks along a column, lie like them,
+// [E_local, 2I, H] and [E_local, H, I]; and there are no scales.
 typedef struct MokScaledWeights {
   const void* w1;            // [E_local, 2I, H]
   const float* w1_scale;     // [E_local, 2I / 128, H / 128]
@@ -131,7 +137,7 @@ typedef struct MokForward {
   const void* shared_w2;        // [H, Is] bf16
   const float* shared_scale;    // [T] or null: factor of the shared expert's output
   void* y;                      // [T, H] bf16, out
-  void* x_rows;                 // [ring_rows, mok_row_bytes()], out: rows of the last macrobatch as they were dispatched
+  void* x_rows;                 // [ring_rows, mok_row_bytes()], out: dispatched rows of the last macrobatch
   void* gate_up;                // [ring_rows, 2I] bf16, out: FC1 output of the last macrobatch
   void* shared_gate_up;         // [T, 2Is] bf16, out
   MokScaledWeights scaled;      // where the format is not bf16; w1 and w2 are not read then
@@ -168,7 +174,8 @@ typedef struct MokBackward {
 // Bytes of the two buffers of a workspace. The symmetric heap must be zeroed before any rank's first launch.
 size_t mok_symmetric_bytes(const MokShape* shape);
 size_t mok_scratch_bytes(const MokShape* shape);
-// Bytes of a dispatched row: 2 * H in bf16; with block scales H values, H / 128 scales in fp32, up to a multiple of 16.
+// Bytes of a row of x_rows: 2 * H in bf16 and MXFP8; with block scales H values, H / 128 scales in fp32, up to a
+// multiple of 16.
 size_t mok_row_bytes(const MokShape* shape);
 
 // Each direction is two launches: `prepare` (exchange of routes and schedule, or staging of dY), then the

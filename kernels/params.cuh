@@ -18,7 +18,7 @@ struct Common {
   int32_t trace_tiles;
   int32_t tokens;        // T
   int32_t pull_rows;     // rows that a warp pulls at a time
-  uint32_t row_bytes;    // of a dispatched row
+  uint32_t row_bytes;    // of a dispatched row where it arrives
   uint32_t signature;    // of this step, to be the same on every rank
 
   __device__ Counters& counters() const { return *reinterpret_cast<Counters*>(scratch); }

@@ -4,6 +4,7 @@
 // through a small ring in shared memory to its place, with the copy engine, and counts the row once it is there.
 #pragma once
 #include "../formats/blockwise.cuh"
+#include "../formats/mxfp8.cuh"
 #include "../params.cuh"
 #include "../ptx/bulk.cuh"
 #include "wait.cuh"
@@ -28,6 +29,7 @@ struct PullJob {
   size_t peer_input;          // offset of the same in the peers' symmetric heaps
   // Not null: nothing is pulled; the rows at `dst`, whose block has `arrived`, are to be expanded to bf16 here.
   __nv_bfloat16* wide;
+  Fp8 type;  // of the rows, in MXFP8: pull_mxfp8.cuh
 };
 
 struct PullSlot {

@@ -16,6 +16,7 @@ struct DHiddenOutput {
   __nv_bfloat16* dgate_up;       // likewise
   __nv_bfloat16* hidden;         // row 0 of the tile, [.., width]
   int width, rows, col;
+  __nv_bfloat16* rounded = nullptr;  // like dgate_up: as dX reads it, where that is not what the weight gradients read
 };
 
 // Brings what store_dhidden will read into L2: each thread half a row of the tile, gate or up.
@@ -58,8 +59,9 @@ __device__ __forceinline__ void swiglu_backward(uint32_t gate, uint32_t up, floa
 
 // The accumulators are used up: an eighth of them is handled at a time, in a loop that moves the next eighth into its
 // place. Unrolled, the code would not fit the instruction cache. Loads are one eighth ahead.
+template <class Round = KeepBf16>
 __device__ __forceinline__ void store_dhidden(Accumulator& acc, DHiddenOutput const& out, float const (&weight)[2],
-                                              float* const (&row_sum)[2], int thread) {
+                                              float* const (&row_sum)[2], int thread, Round const& round = {}) {
   float sum = 0.f;
   // Padding rows become zeros whatever the product says: 0 * inf of a weight is NaN, and weight gradients sum over them.
   bool const there[2] = {row_sum[0] != nullptr, row_sum[1] != nullptr};
@@ -94,6 +96,14 @@ __device__ __forceinline__ void store_dhidden(Accumulator& acc, DHiddenOutput co
         ptx::store_16(out.dgate_up + wide + col, as_uint4(dgate));
         ptx::store_16(out.dgate_up + wide + out.width + col, as_uint4(dup));
         ptx::store_16(out.hidden + size_t(row) * out.width + col, as_uint4(hidden));
+      }
+      if constexpr (!Round::kExact) {
+        round(dgate);
+        round(dup);
+        if (row < out.rows && col < out.width) {
+          ptx::store_16(out.rounded + wide + col, as_uint4(dgate));
+          ptx::store_16(out.rounded + wide + out.width + col, as_uint4(dup));
+        }
       }
     }
     if (part % 4 == 3) {

@@ -14,7 +14,8 @@ struct Fc1Output {
   int col;                 // first hidden column
 };
 
-__device__ __forceinline__ void store_fc1(Accumulator const& acc, Fc1Output const& out, int thread) {
+template <class Round = KeepBf16>
+__device__ __forceinline__ void store_fc1(Accumulator const& acc, Fc1Output const& out, int thread, Round const& round = {}) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     int row = accumulator_row(thread, half);
@@ -34,6 +35,7 @@ __device__ __forceinline__ void store_fc1(Accumulator const& acc, Fc1Output cons
       }
       quad_transpose(gate);
       quad_transpose(up);
+      round(product);
       quad_transpose(product);
       int col = out.col + group * 32 + thread % 4 * 8;
       if (row < out.rows && col < out.width) {

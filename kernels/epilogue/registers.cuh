@@ -39,6 +39,12 @@ __device__ __forceinline__ void quad_transpose(float (&f)[4]) {
 }
 __device__ __forceinline__ uint4 as_uint4(uint32_t const (&w)[4]) { return make_uint4(w[0], w[1], w[2], w[3]); }
 
+// What the next product reads of 32 columns of a row, of which each of four threads has some: here bf16 as it is.
+struct KeepBf16 {
+  static constexpr bool kExact = true;
+  __device__ __forceinline__ void operator()(uint32_t (&)[4]) const {}
+};
+
 // In one order for four threads, so that the sum is the same in every run.
 __device__ __forceinline__ float quad_sum(float v) {
   v += __shfl_xor_sync(0xffffffffu, v, 1);

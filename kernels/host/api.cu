@@ -20,7 +20,7 @@ uint32_t signature(MokShape s, bool forward) {
 // About 16 KB at a time: so many that counting them is cheap, so few that many warps share the first block of rows.
 int pull_rows(MokShape const& s) {
   int rows = 1;
-  while (rows < 8 && 2 * rows * row_bytes(s) <= 16384) rows *= 2;
+  while (rows < 8 && 2 * rows * dispatched_bytes(s) <= 16384) rows *= 2;
   return rows;
 }
 }  // namespace
@@ -45,8 +45,8 @@ int check_call(MokWorkspace const& w, int tokens) {
   require(s.intermediate > 0 && s.intermediate % 64 == 0, "intermediate must be a multiple of 64");
   require(s.shared_intermediate >= 0 && s.shared_intermediate % 64 == 0, "shared_intermediate must be a multiple of 64");
   require(s.experts_local >= 1 && s.experts_local <= 2048, "experts_local must be 1 to 2048");
-  require(s.format == MOK_FORMAT_BF16 || s.format == MOK_FORMAT_FP8_BLOCK, "format must be a MokFormat");
-  require(s.format == MOK_FORMAT_BF16 || (s.hidden % 128 == 0 && s.intermediate % 128 == 0),
+  require(s.format == MOK_FORMAT_BF16 || s.format == MOK_FORMAT_FP8_BLOCK || is_mxfp8(s), "format must be a MokFormat");
+  require(s.format != MOK_FORMAT_FP8_BLOCK || (s.hidden % 128 == 0 && s.intermediate % 128 == 0),
           "hidden and intermediate must be multiples of 128 in FP8 with block scales");
   require(s.topk >= 1 && s.topk <= 32, "topk must be 1 to 32");
   require(s.minibatch_rows > 0 && s.minibatch_rows % MOK_TILE_ROWS == 0, "minibatch_rows must be a multiple of 128");

@@ -4,11 +4,12 @@
 // Only what differs from bf16 is here. The megakernel does not use it yet: see docs/blackwell.md.
 #pragma once
 #include <cutlass/detail/sm100_blockscaled_layout.hpp>
+#include "../formats/mxfp8.cuh"
 #include "sm100.cuh"
 
 namespace mok {
 
-constexpr int kMxTileK = 128, kMxBlock = 32;
+constexpr int kMxTileK = 128;
 // One accumulator: two fill tensor memory, and scales must go there too. The registers of the consumers are the second.
 constexpr int kMxAccumulators = 1;
 // Descriptors of scales take more registers of the issuing warp.

@@ -27,8 +27,9 @@ __device__ void clear_counters(Common const& c) {
 }
 
 // Puts x or dY where peers pull it; by CTAs from `first_cta` on.
-__device__ void stage_input(Common const& c, void const* from, size_t to, int first_cta) {
-  if (c.shape.format == MOK_FORMAT_FP8_BLOCK) return quantize_input<kThreads>(c, from, to, first_cta);
+__device__ void stage_input(Common const& c, bool gradient, void const* from, size_t to, int first_cta) {
+  if (c.shape.format == MOK_FORMAT_FP8_BLOCK) return quantize_input<kThreads>(BlockScaling{}, c, from, to, first_cta);
+  if (is_mxfp8(c.shape)) return quantize_input<kThreads>(MxScaling{c.shape.format, gradient}, c, from, to, first_cta);
   if (c.shape.ranks == 1) return;  // pulled from where it is
   constexpr int kAtOnce = 8;       // loads in flight
   auto* dst = c.own<uint4>(to);
@@ -156,8 +157,8 @@ __device__ void prepare(PrepareParams const& p, Waiter const& waiter) {
   // Those that sort copy nothing, if there are enough others.
   int first_copier = p.forward && int(gridDim.x) > 2 * sorters ? sorters : 0;
   if (int(blockIdx.x) >= first_copier) {
-    stage_input(c, p.input, c.symmetric.input, first_copier);
-    if (p.input_again != nullptr && c.schedule.info[2]) stage_input(c, p.input_again, c.symmetric.input_again, first_copier);
+    stage_input(c, !p.forward, p.input, c.symmetric.input, first_copier);
+    if (p.input_again != nullptr && c.schedule.info[2]) stage_input(c, false, p.input_again, c.symmetric.input_again, first_copier);
   }
   if (!p.forward || int(blockIdx.x) >= sorters) return;
 

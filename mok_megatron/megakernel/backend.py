@@ -12,8 +12,8 @@ from mok_megatron.config import TILE_ROWS
 from mok_megatron.errors import MokCapacityError, MokInputError, Problems
 from mok_megatron.megakernel import operators, workspace
 from mok_megatron.megakernel.agreement import exchange
-from mok_megatron.megakernel.binding import FORMATS, MokShape, library
-from mok_megatron.megakernel.scaled import scaled_weights
+from mok_megatron.megakernel.binding import MokShape, format_number, library
+from mok_megatron.megakernel.scaled import weights_in_format
 from mok_megatron.megakernel.steps import Operands, Saved
 from mok_megatron.megakernel.workspace import Workspace
 from mok_megatron.ops.backend import Routing
@@ -92,7 +92,7 @@ def _operands(call: MoeInputs) -> Operands:
         None if shared is None else shared.w1.contiguous(),
         None if shared is None else shared.w2.contiguous(),
         scale,
-        scaled_weights(call.w1, call.w2) if call.config.format == "blockwise" else (),
+        weights_in_format(call.config.format, call.w1, call.w2),
     )
 
 
@@ -285,5 +285,5 @@ def kernel_shape(call: MoeInputs, max_tokens: int) -> MokShape:
         capacity_rows=-(-capacity // TILE_ROWS) * TILE_ROWS,
         ring_rows=min(ring, minibatches * config.minibatch_size),
         minibatch_rows=config.minibatch_size,
-        format=FORMATS[config.format],
+        format=format_number(config),
     )

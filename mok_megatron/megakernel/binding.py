@@ -10,6 +10,7 @@ from ctypes import POINTER, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_vo
 
 from mok_megatron.build import load_library
 from mok_megatron.build.library import local_architecture
+from mok_megatron.config import MokConfig
 from mok_megatron.errors import MokBackendError
 
 API_VERSION = 2
@@ -66,12 +67,18 @@ class MokSchedule(ctypes.Structure):
     ]
 
 
-FORMATS = {"bf16": 0, "blockwise": 1}
-"""MokConfig.format -> MokFormat."""
+FORMATS = {"bf16": 0, "blockwise": 1, "mxfp8": 2, "mxfp8 e5m2": 3}
+"""MokFormat, by MokConfig.format and the type of gradients where that is not E4M3."""
+
+
+def format_number(config: MokConfig) -> int:
+    """The MokFormat of a configuration that the megakernel has been found to support."""
+    hybrid = config.format == "mxfp8" and config.fp8_gradients == "e5m2"
+    return FORMATS["mxfp8 e5m2" if hybrid else config.format]
 
 
 class MokScaledWeights(ctypes.Structure):
-    """The routed experts' weights in E4M3 and their scales, both ways round; null in bf16."""
+    """The routed experts' weights in E4M3 and their scales, both ways round; in MXFP8 as bf16; null in bf16."""
 
     _fields_ = [(name, c_void_p) for name in "w1 w1_scale w2 w2_scale w1_t w1_t_scale w2_t w2_t_scale".split()]
 

@@ -22,6 +22,7 @@ from mok_megatron.megakernel.binding import (
     MokSchedule,
     enqueue,
 )
+from mok_megatron.megakernel.scaled import MxWeights
 from mok_megatron.megakernel.workspace import Workspace
 
 ALIGNMENT = 128
@@ -114,7 +115,7 @@ class Operands(NamedTuple):
     shared_scale: Tensor | None = None
     """[T] fp32."""
     scaled: Sequence[Tensor] = ()
-    """In FP8: the weights as `scaled.scaled_weights` gives them."""
+    """In FP8: the weights as `scaled.weights_in_format` gives them."""
 
 
 class Saved(NamedTuple):
@@ -122,8 +123,8 @@ class Saved(NamedTuple):
 
     schedule: ScheduleTensors
     x_rows: Tensor
-    """[ring_rows, bytes of a row] uint8: dispatched tokens of the last macrobatch, bf16 [H], or in FP8 values
-    and scales (`scaled_row_bytes` in kernels/layout.h)."""
+    """[ring_rows, bytes of a row] uint8: dispatched tokens of the last macrobatch, bf16 [H] (also in MXFP8), or with
+    block scales values and scales (`scaled_row_bytes` in kernels/layout.h)."""
     gate_up: Tensor
     """[ring_rows, 2I] bf16: their FC1 output, before the activation."""
     shared_gate_up: Tensor | None
@@ -263,7 +264,10 @@ def _grad(target: Tensor | None, fresh: Tensor | None) -> MokGrad:
 
 
 def _scaled(operands: Operands) -> MokScaledWeights:
-    return MokScaledWeights(*[tensor.data_ptr() for tensor in operands.scaled])
+    pointers = [tensor.data_ptr() for tensor in operands.scaled]
+    if len(pointers) == len(MxWeights._fields):
+        return MokScaledWeights(**dict(zip(MxWeights._fields, pointers, strict=True)))
+    return MokScaledWeights(*pointers)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

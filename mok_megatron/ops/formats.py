@@ -27,6 +27,7 @@ SUPPORT: dict[str, dict[tuple[int, int] | None, dict[str, Support]]] = {
     "megakernel": {
         (9, 0): {
             "bf16": Support(),
+            "mxfp8": Support(wgrad=("bf16",), shared=("bf16",)),
             "blockwise": Support(gradients=("e4m3",), scales=("power_of_two",), wgrad=("bf16",), shared=("bf16",)),
         },
         (10, 0): {"bf16": Support()},

@@ -143,7 +143,7 @@ class VirtualRanks:
         ring = config.macrobatch_size or -(-capacity // config.minibatch_size) * config.minibatch_size
         shape = binding.MokShape(
             ranks, 0, longest, hidden, double // 2, problem.shared[1].shape[1] if problem.shared else 0,
-            experts // ranks, topk, capacity, ring, config.minibatch_size, binding.FORMATS[config.format],
+            experts // ranks, topk, capacity, ring, config.minibatch_size, binding.format_number(config),
         )  # fmt: skip
         self.ranks, self.config = ranks, config
         self.spaces = virtual_workspaces(shape, config, DEVICE)
@@ -222,7 +222,7 @@ class VirtualRanks:
         self.run(bad)
 
     def _operands(self, problem: Problem) -> list:
-        from mok_megatron.megakernel.scaled import scaled_weights
+        from mok_megatron.megakernel.scaled import weights_in_format
         from mok_megatron.megakernel.steps import Operands
 
         cut = [t.split(self.splits) for t in (problem.x, problem.ids, problem.weights)]
@@ -234,7 +234,7 @@ class VirtualRanks:
         steps = []
         for r in range(self.ranks):
             x, ids, weights, w1, w2 = (part[r].contiguous() for part in (*cut, *experts))
-            scaled = scaled_weights(w1, w2) if self.config.format == "blockwise" else ()
+            scaled = weights_in_format(self.config.format, w1, w2)
             steps.append(Operands(x, ids, weights, w1, w2, shared1, shared2, scales[r], scaled))
         return steps
 
