@@ -117,6 +117,16 @@ def _check_flags(config: Any, wgrad: str | None, problems: Problems) -> None:
         "leave out one of them",
     )
     engine = versions.check("transformer-engine", versions.TRANSFORMER_ENGINE)
+    if recipe == "mxfp8" and not engine.problem and torch.cuda.is_available():
+        from transformer_engine.pytorch import is_mxfp8_available
+
+        available, reason = is_mxfp8_available(return_reason=True)
+        problems.require(
+            available,
+            f"--fp8-recipe mxfp8: the layers around the experts are Transformer Engine's, which says: {reason}",
+            "pass --fp8-recipe blockwise; or, for the experts alone, leave out --fp8-format and set config.mok = "
+            'MokConfig(format="mxfp8")',
+        )
     if engine.problem:
         problems.add(
             f"--fp8-format {config.fp8}: the layers around the experts compute in FP8 through Transformer Engine. "

@@ -17,7 +17,9 @@ HOPPER, BLACKWELL = ("90a",), ("100a", "103a")
 # As in mangled names, which tell "Fp8ForwardProgram" apart by its length.
 FORWARD, BACKWARD = "14ForwardProgram", "15BackwardProgram"
 FP8_FORWARD, FP8_BACKWARD = "17Fp8ForwardProgram", "18Fp8BackwardProgram"
+MX_FORWARD, MX_BACKWARD = "16MxForwardProgram", "17MxBackwardProgram"
 MEGAKERNELS = (FORWARD, BACKWARD)
+FP8_MEGAKERNELS = (FP8_FORWARD, FP8_BACKWARD, MX_FORWARD, MX_BACKWARD)
 
 LOCAL_MEMORY = {
     (BACKWARD, "100a"): 16,
@@ -25,6 +27,7 @@ LOCAL_MEMORY = {
     (BACKWARD, "90a"): 24,
     (FP8_FORWARD, "90a"): 80,
     (FP8_BACKWARD, "90a"): 144,
+    (MX_BACKWARD, "90a"): 72,
 }
 """Instructions on local memory that are known and harmless: a few scalars, kept once a tile, while a product is waited
 for with all 128 accumulators to come; in FP8 also addresses of scales, once in four stages. Elsewhere none."""
@@ -87,10 +90,19 @@ def test_fp8_products_are_hopper_s(library):
             assert code["QGMMA.64x128x32.F32.E4M3.E4M3"] == 8, "two halves of the columns, four instructions each"
 
 
+def test_mxfp8_products_are_those_of_bf16(library):
+    arch, functions = library
+    for kernel in (MX_FORWARD, MX_BACKWARD):
+        found = [code for name, code in functions.items() if kernel in name]
+        assert len(found) == (arch in HOPPER), list(functions)
+        for code in found:
+            assert code["HGMMA.64x256x16.F32.BF16"] >= 8 and not code["QGMMA"] and code["F2FP"]
+
+
 def test_nothing_is_spilled(library):
     arch, functions = library
     for name, code in functions.items():
-        kernel = next((m for m in (*MEGAKERNELS, FP8_FORWARD, FP8_BACKWARD) if m in name), name)
+        kernel = next((m for m in (*MEGAKERNELS, *FP8_MEGAKERNELS) if m in name), name)
         assert code["STL"] + code["LDL"] <= LOCAL_MEMORY.get((kernel, arch), 0), (name, code["STL"], code["LDL"])
 
 

@@ -137,6 +137,21 @@ def test_what_the_megakernel_does_not_have_is_refused_at_start_up(monkeypatch: p
         prepare_config(unchecked(**FP8, bf16=True))
 
 
+def test_where_transformer_engine_has_no_mxfp8_its_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = [False, "capability 10.0 is needed"]
+    engine = SimpleNamespace(is_mxfp8_available=lambda return_reason: tuple(available))
+    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(pytorch=engine))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    flags = {"fp8": "hybrid", "fp8_recipe": "mxfp8", "bf16": True}
+    with pytest.raises(MokConfigError, match=r"which says: capability 10.0 is needed.*config.mok = MokConfig"):
+        prepare_config(unchecked(**flags))
+    available[0] = True
+    prepare_config(unchecked(**flags))
+
+
 def test_a_program_may_choose_the_format_itself() -> None:
     config = unchecked()
     config.mok = MokConfig(format="mxfp8")  # type: ignore[attr-defined]

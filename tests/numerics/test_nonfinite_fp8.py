@@ -11,14 +11,17 @@ import torch
 from mok_megatron.selftest.problem import Problem, Result
 from tests.numerics.layer import FAULTS, INF, NAN, exact, make_layer, megakernel, reference, with_fault
 
-FP8 = "blockwise"
+FORMATS = ("blockwise", "mxfp8")
 KERNELS: dict[str, dict[str, Any]] = {
     "megakernel": {},
     "megakernel-two-ranks": {"ranks": 2},
     "megakernel-evicting": {"ranks": 2, "ring": 128},
 }
-BACKENDS = {"reference": functools.partial(reference, format=FP8)} | {
-    name: functools.partial(megakernel, format=FP8, **how) for name, how in KERNELS.items()
+BACKENDS = {f"reference-{form}": functools.partial(reference, format=form) for form in FORMATS}
+ON_GPU = {
+    f"{name}-{form}": functools.partial(megakernel, format=form, **how)
+    for form in FORMATS
+    for name, how in KERNELS.items()
 }
 ROUTED = [fault for fault in FAULTS if "shared" not in fault]
 """The shared expert computes in bf16 here too, and has its own operands."""
@@ -32,7 +35,7 @@ def layer() -> Problem:
 
 @functools.cache
 def clean(backend: str) -> Result:
-    return BACKENDS[backend](layer())
+    return (BACKENDS | ON_GPU)[backend](layer())
 
 
 @functools.cache
@@ -40,13 +43,13 @@ def wanted(fault: str, value: float) -> Result:
     return exact(with_fault(fault, value, layer()))
 
 
-@pytest.mark.parametrize("backend", ["reference", *(pytest.param(name, marks=pytest.mark.gpu) for name in KERNELS)])
+@pytest.mark.parametrize("backend", [*BACKENDS, *(pytest.param(name, marks=pytest.mark.gpu) for name in ON_GPU)])
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
 @pytest.mark.parametrize("fault", ROUTED)
 def test_a_value_that_is_not_finite_stays_with_its_token_or_expert(fault: str, value: float, backend: str) -> None:
     """By token (rows of y, dx and of router weights' gradients) and by expert: those of float64, and the others keep
     their bits."""
-    found = BACKENDS[backend](with_fault(fault, value, layer()))
+    found = (BACKENDS | ON_GPU)[backend](with_fault(fault, value, layer()))
     for name, right in wanted(fault, value).items():
         whole = "shared" in name  # one gradient from all tokens
         here, bad, same = (
