@@ -23,8 +23,8 @@ from mok_megatron.selftest.problem import (
     relative_error,
 )
 
-# Sizes that are no multiple of a tile; experts whose segments are cut by the end of a macrobatch. In FP8 H and I are
-# multiples of 128.
+# Sizes that are no multiple of a tile; experts whose segments are cut by the end of a macrobatch. With block scales H
+# and I are multiples of 128.
 CASES = {
     "one rank, rows evicted, shared expert": (1, {"shared": 192, "scale": True}, {"macrobatch_size": 256}),
     "two ranks": (2, {}, {}),
@@ -43,6 +43,12 @@ CASES = {
         2,
         {"shared": 64},
         {"macrobatch_size": 256, "fwd_comm_sms": 1, "bwd_comm_sms": 1, "format": "blockwise"},
+    ),
+    "MXFP8, two ranks, E5M2 gradients": (2, {}, {"format": "mxfp8", "fp8_gradients": "e5m2"}),
+    "MXFP8, two ranks, rows evicted, CTAs that only move rows": (
+        2,
+        {"shared": 64},
+        {"macrobatch_size": 256, "fwd_comm_sms": 1, "bwd_comm_sms": 1, "format": "mxfp8"},
     ),
 }
 FP8_BOUND = 0.01
@@ -65,7 +71,7 @@ def main(names: list[str], compare: bool) -> int:
         if names and not any(part in name for part in names):
             continue
         config = kernel_config(minibatch_size=128, num_sms=4, timeout_s=100.0, **settings)
-        sizes = (320, 192) if config.format == "bf16" else (384, 384)
+        sizes = (384, 384) if config.format == "blockwise" else (320, 192)
         problem = make_problem(200, *sizes, 4, 2, **problem_settings)
         found = VirtualRanks(problem, ranks, config).run(problem, main_grad=torch.float32)
         print(f"{name}: done", flush=True)

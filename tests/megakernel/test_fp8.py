@@ -166,6 +166,21 @@ def test_dispatched_rows_are_the_reference_s_bits(form):
     assert torch.equal(found[~nan].signbit(), exact[~nan].signbit())
 
 
+def test_mxfp8_products_have_the_bits_of_bf16_products():
+    """Of the same numbers: those gradients between which and the operands there is no further rounding to MXFP8."""
+    problem = make_problem(500, 320, 192, 4, 2)
+
+    def numbers(tensor, axis=-1):
+        return quantize_mxfp8(tensor, axis).dequantize(torch.bfloat16)
+
+    w1, w2 = numbers(problem.w1), numbers(problem.w2, axis=-2)  # as FC1 and dHidden read them
+    same = replace(problem, x=numbers(problem.x), dy=numbers(problem.dy), w1=w1, w2=w2)
+    found = VirtualRanks(problem, 2, kernel_config(format="mxfp8")).run(problem)
+    wanted = VirtualRanks(same, 2, kernel_config()).run(same)
+    names = ("dweights", "dw1", "dw2")
+    assert_same({name: found[name] for name in names}, {name: wanted[name] for name in names})
+
+
 def test_mxfp8_needs_no_multiples_of_128():
     problem = make_problem(300, 320, 192, 4, 2, shared=64)
     config = kernel_config(format="mxfp8", fp8_gradients="e5m2", minibatch_size=128, macrobatch_size=256)
