@@ -13,13 +13,10 @@ struct RoundToMx {
   Fp8 type;
 
   __device__ __forceinline__ void operator()(uint32_t (&pairs)[4]) const {
-    // As integers; Inf and NaN are larger than all others, so nothing hides them.
     uint32_t amax = 0;
 #pragma unroll
-    for (uint32_t p : pairs) amax = __vmaxu2(amax, p & 0x7fff7fffu);
-    amax = __vmaxu2(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
-    amax = __vmaxu2(amax, __shfl_xor_sync(0xffffffffu, amax, 2));
-    round_to_mx(pairs, max(amax & 0xffffu, amax >> 16), type);
+    for (uint32_t p : pairs) amax = larger(amax, magnitudes(p));
+    round_to_mx(pairs, quad_largest(amax), type);
   }
 };
 

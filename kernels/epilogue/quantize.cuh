@@ -6,12 +6,6 @@
 
 namespace mok {
 
-// The largest magnitude of a block, of which each of four threads has some, as bf16 bits.
-__device__ __forceinline__ uint32_t quad_largest(uint32_t pairs) {
-  pairs = larger(pairs, __shfl_xor_sync(0xffffffffu, pairs, 1));
-  return largest(larger(pairs, __shfl_xor_sync(0xffffffffu, pairs, 2)));
-}
-
 // FC1 as in forward.cuh, but hidden leaves as scaled rows: rounded to bf16, then to E4M3.
 struct ScaledHiddenOutput {
   __nv_bfloat16* gate_up;  // row 0 of the tile, [.., 2 * width]

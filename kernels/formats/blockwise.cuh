@@ -7,18 +7,13 @@
 #include <cuda_fp16.h>
 #include <cstdint>
 #include "../ptx/memory.cuh"
+#include "amax.cuh"
 
 namespace mok {
 
 constexpr int kScaleBlock = 128;
 
 __device__ __forceinline__ float* row_scales(char* row, int values) { return reinterpret_cast<float*>(row + values); }
-
-// Magnitudes of bf16 numbers as integers, two a word: Inf and NaN are larger than all others, so nothing hides them.
-__device__ __forceinline__ uint32_t magnitudes(uint32_t pair) { return pair & 0x7fff7fffu; }
-__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
-// The larger of the two.
-__device__ __forceinline__ uint32_t largest(uint32_t pair) { return max(pair & 0xffffu, pair >> 16); }
 
 struct BlockScale {
   float multiplier;  // of the values before they are rounded

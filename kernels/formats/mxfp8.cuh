@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include "../ptx/memory.cuh"
+#include "amax.cuh"
 
 namespace mok {
 
