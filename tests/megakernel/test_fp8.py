@@ -20,10 +20,10 @@ from mok_megatron.selftest.problem import (
 
 pytestmark = pytest.mark.gpu
 
-BOUND = 0.01
-"""Of the relative error to the reference. Quantising itself costs about 0.04. What differs are the tensor cores' sums
-(with block scales of 128 products, in MXFP8 their order), and values that they carry across a rounding to bf16 or
-FP8."""
+BOUND = {"blockwise": 0.01, "mxfp8": 0.001}
+"""Of the relative error to the reference. Quantising itself costs about 0.06. What differs with block scales are the
+tensor cores' sums of 128 products, in MXFP8 the order of sums alone, and values that either carries across a rounding
+to bf16 or FP8."""
 
 FORMATS = {
     "blockwise": {"format": "blockwise"},
@@ -44,7 +44,7 @@ def assert_close(found, problem, config, ones=0.0):
     for name, value in wanted.items():
         got = found[name].float() - ones if name.startswith(("dw1", "dw2", "dshared")) else found[name]
         error = relative_error(got, value)
-        if not error <= BOUND:
+        if not error <= BOUND[config.format]:
             errors[name] = error
     assert not errors, errors
 
