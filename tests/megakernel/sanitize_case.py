@@ -51,7 +51,7 @@ CASES = {
         {"macrobatch_size": 256, "fwd_comm_sms": 1, "bwd_comm_sms": 1, "format": "mxfp8"},
     ),
 }
-FP8_BOUND = {"blockwise": 0.01, "mxfp8": 0.001}
+FP8_BOUND = {"blockwise": 0.01, "mxfp8": 0.003}
 """Of the error relative to the reference, as in test_fp8.py."""
 
 

@@ -20,10 +20,10 @@ from mok_megatron.selftest.problem import (
 
 pytestmark = pytest.mark.gpu
 
-BOUND = {"blockwise": 0.01, "mxfp8": 0.001}
+BOUND = {"blockwise": 0.01, "mxfp8": 0.003}
 """Of the relative error to the reference. Quantising itself costs about 0.06. What differs with block scales are the
 tensor cores' sums of 128 products, in MXFP8 the order of sums alone, and values that either carries across a rounding
-to bf16 or FP8."""
+to bf16 or FP8. The reference's weight gradients are rounded to bf16, 0.0017, and ours not always, or once a rank."""
 
 FORMATS = {
     "blockwise": {"format": "blockwise"},
