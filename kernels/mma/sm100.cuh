@@ -13,6 +13,7 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/numeric_types.h>
 #include "../comm/wait.cuh"
+#include "../ptx/cluster.cuh"
 #include "shape.cuh"
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM100_ALL) && !defined(__CUDA_ARCH_FEAT_SM103_ALL)
@@ -37,25 +38,41 @@ struct alignas(1024) Stages {
 using StageCursor = RingCursor<kStages>;
 using ProductCursor = RingCursor<kAccumulators>;  // of the consumers
 
-struct Pipeline {
-  uint64_t full[kStages], empty[kStages];
+// Of one CTA, or of two that multiply together (sm100_pair.cuh). A pair waits for `full`, `drained` and `restored` at its
+// leader, the CTA of rank 0.
+template <int Stages, int Ctas>
+struct PipelineOf {
+  uint64_t full[Stages], empty[Stages];
   uint64_t multiplied[kAccumulators];  // the tensor cores have finished a tile
   uint64_t drained[kAccumulators];     // every consumer warp has its part in registers
   uint64_t restored;                   // a tile's accumulators have been put back, to be continued
   uint32_t tensor_memory;              // address of the first accumulator
 
   __device__ __forceinline__ void init() {
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < Stages; ++i) {
       ptx::barrier_init(full + i, 1);
       ptx::barrier_init(empty + i, 1);
     }
     for (int i = 0; i < kAccumulators; ++i) {
       ptx::barrier_init(multiplied + i, 1);
-      ptx::barrier_init(drained + i, kConsumerWarps);
+      ptx::barrier_init(drained + i, Ctas * kConsumerWarps);
     }
-    ptx::barrier_init(&restored, kConsumerWarps);
+    ptx::barrier_init(&restored, Ctas * kConsumerWarps);
+  }
+
+  // By a thread that has drained or restored its warp's part.
+  static __device__ __forceinline__ void arrive(uint64_t* bar) {
+    if constexpr (Ctas == 1) ptx::barrier_arrive(bar);
+    else ptx::barrier_arrive_at(bar, 0);
+  }
+  // Once all products that this thread has started are finished; in each CTA.
+  static __device__ __forceinline__ void commit(uint64_t* bar) {
+    if constexpr (Ctas == 1) cutlass::arch::umma_arrive(bar);
+    else cutlass::arch::umma_arrive_multicast_2x1SM(bar, 0b11);
   }
 };
+using Pipeline = PipelineOf<kStages, 1>;
+
 
 namespace sm100 {
 using namespace cute;
@@ -78,6 +95,7 @@ using Store = SM100_TMEM_STORE_16dp256b16x;
 constexpr int kCopies = 2, kCopyCols = kTileCols / kCopies;
 
 // The tile in tensor memory: a row a lane, a column a 32-bit word.
+template <class Pipeline>
 __device__ __forceinline__ auto accumulator(Pipeline const& pipeline, int index) {
   auto tile = partition_fragment_C(Mma<Major::K, Major::K>{}, Shape<Int<kTileRows>, Int<kTileCols>>{});
   tile.data() = pipeline.tensor_memory + index * kTileCols;
@@ -89,6 +107,7 @@ __device__ __forceinline__ auto accumulator(Pipeline const& pipeline, int index)
 __host__ __device__ constexpr int first_row(int thread) { return thread % 128 / 32 * 32 + thread / 128 * 16; }
 
 // What a warp copies, one copy a column.
+template <class Pipeline>
 __device__ __forceinline__ auto warp_rows(Pipeline const& pipeline, int index, int thread) {
   auto tile = accumulator(pipeline, index);
   auto at = tile.layout()(make_coord(make_coord(first_row(thread), 0), 0, 0));
@@ -139,17 +158,17 @@ __device__ __forceinline__ void end_products(Pipeline& pipeline) {
 }
 
 // Where the issuing warp stands.
-template <int Accumulators>
+template <int Accumulators, int Stages = kStages>
 struct IssueCursor {
-  StageCursor stage;
+  RingCursor<Stages> stage;
   RingCursor<Accumulators> accumulator;
   uint32_t restored = 0;  // parity
 };
 
 // Starts a tile's product. `start(accumulator, stage, scale)` starts that of one stage, added to the accumulators if
 // `scale` is One. By the whole issuing warp, of which the instructions choose a thread.
-template <int Accumulators, class Start>
-__device__ __forceinline__ bool issue(Pipeline& pipeline, IssueCursor<Accumulators>& cursor, Product const& p,
+template <class Pipeline, int Accumulators, int Stages, class Start>
+__device__ __forceinline__ bool issue(Pipeline& pipeline, IssueCursor<Accumulators, Stages>& cursor, Product const& p,
                                       Waiter const& waiter, Start start) {
   using namespace cute;
   if (p.k_tiles == 0) return true;
@@ -167,10 +186,10 @@ __device__ __forceinline__ bool issue(Pipeline& pipeline, IssueCursor<Accumulato
     sm100::fence_after_barrier();
     start(acc, cursor.stage.index, scale);
     scale = UMMA::ScaleOut::One;
-    cutlass::arch::umma_arrive(pipeline.empty + cursor.stage.index);  // once the products have read it
+    Pipeline::commit(pipeline.empty + cursor.stage.index);  // once the products have read it
     cursor.stage.advance();
   }
-  cutlass::arch::umma_arrive(pipeline.multiplied + index);
+  Pipeline::commit(pipeline.multiplied + index);
   cursor.accumulator.advance();
   return true;
 }
@@ -213,7 +232,7 @@ __device__ __forceinline__ void issue_products(Stages& stages, Pipeline& pipelin
 
 // acc = what the issuing warp computes for this tile; `Continue`: of which acc is the start. The bits are the same as
 // if it had never left tensor memory. False: the launch was stopped.
-template <Major A, Major B, bool Continue = false, class Operands, int Accumulators>
+template <Major A, Major B, bool Continue = false, class Operands, class Pipeline, int Accumulators>
 __device__ __forceinline__ bool multiply(Accumulator& acc, Operands&, Pipeline& pipeline, RingCursor<Accumulators>& cursor,
                                          int k_tiles, int thread, Waiter const& waiter) {
   using namespace cute;
@@ -228,7 +247,7 @@ __device__ __forceinline__ bool multiply(Accumulator& acc, Operands&, Pipeline& 
     cutlass::arch::fence_view_async_tmem_store();
     sm100::fence_before_barrier();
     __syncwarp();
-    if (thread % 32 == 0) ptx::barrier_arrive(&pipeline.restored);
+    if (thread % 32 == 0) Pipeline::arrive(&pipeline.restored);
   }
   if (!sm100::wait(waiter, pipeline.multiplied + cursor.index, cursor.parity)) return false;
   sm100::fence_after_barrier();
@@ -239,7 +258,7 @@ __device__ __forceinline__ bool multiply(Accumulator& acc, Operands&, Pipeline& 
   for (int i = 0; i < kAccumulatorSize; ++i) asm volatile("" : "+f"(acc(i))::"memory");
   sm100::fence_before_barrier();
   __syncwarp();
-  if (thread % 32 == 0) ptx::barrier_arrive(pipeline.drained + cursor.index);
+  if (thread % 32 == 0) Pipeline::arrive(pipeline.drained + cursor.index);
   cursor.advance();
   return true;
 }

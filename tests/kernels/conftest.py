@@ -55,5 +55,5 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("layouts") / "layouts.so"
     nvcc(HERE / "layouts.cu", library, "100a", "-shared")
     lib = ctypes.CDLL(str(library))
-    lib.instruction.restype = ctypes.c_uint32
+    lib.instruction.restype = lib.pair_instruction.restype = ctypes.c_uint32
     return lib

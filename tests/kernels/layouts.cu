@@ -5,6 +5,7 @@
 #include <cstring>
 #include <cuda_runtime.h>
 #include "mma/sm100_mxfp8.cuh"
+#include "mma/sm100_pair.cuh"
 
 // The driver's encoder of tensor maps, which the host code looks up, notes what it is asked for.
 static CUresult note_map(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, cuuint64_t const*, cuuint64_t const*,
@@ -145,6 +146,45 @@ void accumulator_elements(uint32_t* loaded, uint32_t* stored, int32_t* row, int3
     }
 }
 
+// Of a pair of CTAs: elements [128, K, stage] of an operand's half in one CTA, and descriptors [instruction along K, stage]:
+// ours, and those of CuTe's own product of two CTAs over the layout that it makes for a half.
+void pair_operand(int a_major, int b_major, int b, int32_t* element, uint64_t* ours, uint64_t* theirs) {
+  with_majors(a_major, b_major, [&](auto ma, auto mb) {
+    constexpr Major A = decltype(ma)::value, B = decltype(mb)::value;
+    using T = bfloat16_t;
+    b ? elements(sm100::PairLayout<B>{}, (T*)0, element) : elements(sm100::PairLayout<A>{}, (T*)0, element);
+    descriptors(sm100::PairHalf<A, B>{}, sm100::PairLayout<A>{}, sm100::PairLayout<B>{}, (T*)0, b, ours);
+    auto mma = make_tiled_mma(sm100::PairInstruction<A, B>{});
+    auto write = [&](auto fragment) {
+      for (int i = 0; i < size<2>(fragment); ++i)
+        for (int stage = 0; stage < size<3>(fragment); ++stage)
+          *theirs++ = UMMA::SmemDescriptor(*fragment(_, _, i, stage).data()).desc_;
+      fflush(stdout);
+    };
+    auto half = [](auto shape, auto major) {
+      constexpr Major M = decltype(major)::value;
+      auto order = conditional_t<M == Major::K, Step<_1, _2, _3>, Step<_2, _1, _3>>{};
+      return make_tensor(make_smem_ptr(static_cast<T*>(nullptr)),
+                         UMMA::tile_to_mma_shape(sm100::Atom<M>{}, append(shape, Int<kPairStages>{}), order));
+    };
+    if (b) write(mma.make_fragment_B(half(partition_shape_B(mma, Shape<Int<kTileCols>, Int<kTileK>>{}), mb)));
+    else write(mma.make_fragment_A(half(partition_shape_A(mma, Shape<Int<2 * kTileRows>, Int<kTileK>>{}), ma)));
+    return 0;
+  });
+}
+
+// Of a pair: the instruction descriptor; tensor-memory addresses of each CTA's [row, col].
+uint32_t pair_instruction(int a_major, int b_major, uint32_t* addresses) {
+  return with_majors(a_major, b_major, [&](auto ma, auto mb) {
+    auto mma = make_tiled_mma(sm100::PairInstruction<decltype(ma)::value, decltype(mb)::value>{});
+    auto tile = partition_fragment_C(mma, Shape<Int<2 * kTileRows>, Int<kTileCols>>{});
+    static_assert(size(decltype(tile.layout()){}) == kTileRows * kTileCols);
+    for (int row = 0; row < kTileRows; ++row)
+      for (int col = 0; col < kTileCols; ++col) *addresses++ = uint32_t(tile.layout()(make_coord(make_coord(row, col), 0, 0)));
+    return uint32_t(mma.idesc_);
+  });
+}
+
 // Byte of the scale of [row, value along K] of a matrix of rows x k in global memory: CUTLASS's, and ours.
 void scale_bytes(int rows, int k, int32_t* theirs, int32_t* ours) {
   auto layout = sm100::MxScales::tile_atom_to_shape_SFA(make_shape(rows, 1, k, 1));
@@ -178,7 +218,8 @@ int constant(char const* name) {
       {"stages", kStages}, {"accumulators", kAccumulators}, {"mx_accumulators", kMxAccumulators}, {"tile_k", kTileK},
       {"mx_tile_k", kMxTileK}, {"mx_scale_columns", sm100::kMxColumnsA + sm100::kMxColumnsB}, {"shared_bytes", int(sizeof(Stages))},
       {"mx_shared_bytes", int(sizeof(MxStages))}, {"offset_b", int(offsetof(Stages, b))}, {"mx_offset_b", int(offsetof(MxStages, b))},
-      {"mx_stage_bytes", int(kMxStageBytes)},
+      {"mx_stage_bytes", int(kMxStageBytes)}, {"pair_stages", kPairStages}, {"pair_stage_bytes", int(kPairStageBytes)},
+      {"pair_shared_bytes", int(sizeof(PairStages))}, {"pair_offset_b", int(offsetof(PairStages, b))},
   };
   for (auto const& k : known)
     if (strcmp(k.name, name) == 0) return k.value;

@@ -1,6 +1,7 @@
 """What the compiler has made of the kernels: the tensor-core instructions of each architecture, and registers that do.
 
-Looks at libraries that are in the cache (`mok-megatron build --arch 90a,100a,103a`); compiles only the MXFP8 tiles.
+Looks at libraries that are in the cache (`mok-megatron build --arch 90a,100a,103a`); compiles only the tiles
+of MXFP8 and of two CTAs.
 """
 
 from __future__ import annotations
@@ -113,4 +114,18 @@ def test_mxfp8_tiles(tmp_path):
     assert code["UTCQMMA"] >= 12, "three pairs of majors, four instructions a stage"
     assert code["UTCCP"] >= 9, "scales of A, and twice of B, to tensor memory"
     assert code["LDTM"] >= 2 and not code["UTCHMMA"]
+    assert not code["STL"] and not code["LDL"]
+
+
+def test_tiles_of_two_ctas(tmp_path):
+    cubin = tmp_path / "pair.cubin"
+    nvcc(HERE / "pair_tiles.cu", cubin, "103a", "-cubin")
+    (code,) = instructions(disassembly(cubin)).values()
+    assert code["UTCHMMA.2CTA"] == code["UTCHMMA"] >= 12, (
+        "three pairs of majors, four instructions a stage; all of both CTAs"
+    )
+    assert any(i.startswith("UTCBAR.2CTA.MULTICAST") for i in code), "stages and tiles are announced to both CTAs"
+    assert any(i.startswith("UTMALDG.4D.2CTA") for i in code), "bytes are counted by the leader"
+    assert code["LDTM"] >= 2 and any(i.startswith("LDTM.16dp256bit") for i in code), "drained as by one CTA"
+    assert code["UCGABAR_ARV"] >= 2 and code["UCGABAR_WAIT"] >= 2, "both begin, and neither leaves before the other"
     assert not code["STL"] and not code["LDL"]
