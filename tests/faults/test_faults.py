@@ -113,8 +113,10 @@ def test_right_result(pair, scenario):
 
 def test_second_workspace_and_no_leak(pair):
     for rounds in expect_right(pair, "second_workspace", rounds=4):
-        first, *others = rounds[1:]  # the first round loads modules
-        assert all(other == first for other in others), rounds
+        (free, files), *others = rounds[1:]  # the first round loads modules
+        # The driver's own few MiB move when another process uses the device.
+        slack = DEVICES.count(0) * STEP_SLACK if SHARE_GPU else 0
+        assert all(other[1] == files and free - slack <= other[0] <= free + slack for other in others), rounds
 
 
 @pytest.mark.timeout(300)
