@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="JSON of the results so far, rewritten after each; what is in it is not repeated"
     )
-    parser.add_argument("--data", type=Path, default=Path("/tmp/mok-features"), help="folder for the text")
+    parser.add_argument("--data", type=Path, default=Path("runs/features"), help="folder for the text")
     args = parser.parse_args(argv)
     on_gpus = torch.cuda.is_available()
     data, results = start(args.data, args.out)
