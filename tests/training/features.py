@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=Path("runs/features"), help="folder for the text")
     args = parser.parse_args(argv)
     on_gpus = torch.cuda.is_available()
-    data, results = start(args.data, args.out)
+    data, results = start(args.data.resolve(), args.out)
     flags = [*common(on_gpus), *data]
     trained: dict[tuple[str, ...], list[float]] = {}
 
