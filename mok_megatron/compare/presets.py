@@ -52,6 +52,18 @@ class Preset:
 
 
 # A proxy's vocabulary keeps the share of the output layer: 129,280 x 4 / 61 = 8,477 and x 8 / 61 = 16,955, rounded.
+PROXY_2GPU = Preset(
+    name="proxy-2gpu",
+    model="deepseek_v3",
+    gpus=2,
+    cluster="h200_x2",
+    layers=4,
+    experts=16,
+    vocabulary=8192,
+    mtp=False,
+    request={"tp": 1, "cp": 1, "ep": 2, "pp": 1, "global_batch": 8, "recompute": "none"},
+)
+
 PRESETS = {
     preset.name: preset
     for preset in (
@@ -75,28 +87,10 @@ PRESETS = {
             vocabulary=16384,
             request={"tp": 1, "cp": 1, "ep": 8, "pp": 1, "global_batch": 64, "recompute": "none"},
         ),
-        Preset(
-            name="proxy-2gpu",
-            model="deepseek_v3",
-            gpus=2,
-            cluster="h200_x2",
-            layers=4,
-            experts=16,
-            vocabulary=8192,
-            mtp=False,
-            request={"tp": 1, "cp": 1, "ep": 2, "pp": 1, "global_batch": 8, "recompute": "none"},
-        ),
-        # The model of proxy-2gpu with all experts on the one GPU; two microbatches, so that gradients accumulate.
-        Preset(
-            name="proxy-1gpu",
-            model="deepseek_v3",
-            gpus=1,
-            cluster="h200_x2",
-            layers=4,
-            experts=16,
-            vocabulary=8192,
-            mtp=False,
-            request={"tp": 1, "cp": 1, "ep": 1, "pp": 1, "global_batch": 2, "recompute": "none"},
+        PROXY_2GPU,
+        # All experts on the one GPU; two microbatches, so that gradients accumulate.
+        dataclasses.replace(
+            PROXY_2GPU, name="proxy-1gpu", gpus=1, request=PROXY_2GPU.request | {"ep": 1, "global_batch": 2}
         ),
         Preset(
             name="tiny",
